@@ -196,7 +196,7 @@ def calibrated(core: torch.nn.Module) -> None:
 
 
 def learn_something(core: torch.nn.Module) -> None:
-    """What is learned moves away from its start, where a formula may be right by accident."""
+    """Learned parameters move away from its start, where a formula may be right by accident."""
     gen = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for x in core.parameters():
@@ -204,7 +204,7 @@ def learn_something(core: torch.nn.Module) -> None:
 
 
 def mode(variant: str) -> dict:
-    """How a variant is called where it does not matter."""
+    """Arguments of a variant where they do not matter."""
     return {"is_causal": True} if variant in FORGETS else {}
 
 
@@ -218,7 +218,7 @@ def inputs(L=13, S=None, *, B=2, H=4, G=4, D=8, E=6, dtype=torch.float64, seed=0
 
 
 def signed(variant: str) -> bool:
-    """Whether small denominators, or inverses, multiply rounding."""
+    """True if small denominators, or inverses, multiply rounding."""
     method, options = VARIANTS[variant]
     if not isinstance(method, str):
         return method is SignedFormula

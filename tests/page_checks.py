@@ -1,4 +1,4 @@
-"""What every HTML page has for keyboards and screen readers, whatever its kind."""
+"""Checks that every HTML page serves keyboards and screen readers, whatever its kind."""
 
 from __future__ import annotations
 

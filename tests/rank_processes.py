@@ -19,7 +19,7 @@ _context.set_forkserver_preload(
 
 
 class Raised:
-    """What a function raised on a rank."""
+    """Error that a function raised on a rank."""
 
     def __init__(self, error: Exception) -> None:
         self.kind, self.text = type(error).__name__, str(error)
@@ -61,7 +61,7 @@ def _rank(rank, count, port, answer, function, arguments, options):
 
 
 def on_ranks(count, function, *arguments, seconds=SECONDS, **options):
-    """What a function returns on each of ``count`` ranks; `Raised` where it raises."""
+    """Results of a function on each of ``count`` ranks; `Raised` where it raises."""
     port = free_port()
     pipes = [_context.Pipe(duplex=False) for _ in range(count)]
     ranks = [

@@ -84,7 +84,7 @@ def bias_of(case: Case, total, keys):
 
 
 def _folded(grad):
-    """What a table (H, n) gets up to its window, with all that lies beyond at the window."""
+    """Gradients of a table (H, n) up to its window, with all that lies beyond at the window."""
     place = torch.arange(grad.shape[1]) - grad.shape[1] // 2
     return torch.zeros(HEADS, 7, dtype=grad.dtype).index_add(1, place.clamp(-3, 3) + 3, grad)
 

@@ -1,4 +1,4 @@
-"""What `kernelformer doctor` finds, with and without what it looks for."""
+"""Findings of `kernelformer doctor`, with and without what it looks for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What imports bring along: settings and help come without torch, and missing extras are named with their command."""
+"""Cost of imports: settings and help come without torch, and missing extras are named with their command."""
 
 from __future__ import annotations
 

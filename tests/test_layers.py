@@ -22,7 +22,7 @@ ORDER = [
     {"cache", "diagnosis", "parallel", "quiet", "weight_headers"},
     {"modules"},
     {"feature_maps", "attention"},
-    {"contract", "kernels", "environment", "formatting", "files", "lazy", "commands", "settings", "timing", "errors"},
+    {"contract", "kernels", "environment", "formatting", "files", "lazy", "commands", "settings", "errors"},
 ]
 LAB_ORDER = [
     {"cli"},
@@ -35,11 +35,10 @@ LAB_ORDER = [
     {"tasks"},
     {"data"},
     {"analysis"},
-    {"jobs", "records"},
+    {"jobs", "memory", "records"},
 ]
 # Within a level, who may use whom: the wording of errors, and how files are read and written.
 WITHIN = {
-    ("commands", "files"),
     ("contract", "errors"),
     ("kernels", "errors"),
     ("files", "errors"),

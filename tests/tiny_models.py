@@ -134,7 +134,7 @@ def padded(ids, keep, side="right"):
 
 
 def inputs(model, ids=None, mask=None):
-    """What a model is called with, for these tokens."""
+    """Arguments of a model for these tokens."""
     ids = tokens() if ids is None else ids
     if model.main_input_name == "pixel_values":
         return {"pixel_values": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(3)).to(model.dtype)}

@@ -1,7 +1,7 @@
 """Install an old version of the library beside this one, and compare their speed in one interleaved run.
 
 python tools/old_wheel.py install 129bebe out/old     # and its wheel in out/old.wheel; PYTHONPATH=out/old imports it
-python tools/old_wheel.py compare out/old             # seconds and ratios new / old as JSON; on an idle machine
+python tools/old_wheel.py compare out/old             # seconds and ratios, a JSON object a line; on an idle machine
 """
 
 import json
@@ -11,16 +11,45 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT, ROUNDS, SECONDS = Path(__file__).resolve().parents[1], 5, 0.4
-MAP, MARKS, CAUSAL, BIAS = {"num_features": 256}, {"num_landmarks": 128}, {"is_causal": True}, {"max_distance": 128}
-CASES = {"favor+": ("favor+", MAP, {}), "favor+ causal": ("favor+", MAP, CAUSAL)}  # method, its options, its call
-CASES |= {"nprf, bias": ("nprf", MAP, BIAS), "nprf, bias, causal": ("nprf", MAP, BIAS | CAUSAL)}
-CASES |= {"near/far, causal": ("favor+", MAP | {"window": 64, "sinks": 4}, CAUSAL)}
-CASES |= {"skyformer": ("skyformer", MARKS, {}), "wildcat": ("wildcat", MARKS, {})}
-JOBS = [(x, kind, n) for n in (1024, 4096) for x in CASES for kind in ("forward", "forward + backward")]
-JOBS += [(x, "decode", n) for n in (1024, 4096) for x in ("favor+ causal", "near/far, causal")]
+FEATURES, FEW, MARKS, CAUSAL = {"num_features": 256}, {"num_features": 64}, {"num_landmarks": 128}, {"is_causal": True}
+NEAR, LEVEL = {"window": 64, "sinks": 4}, {"max_distance": 128}
+# Method, its options, its call, and the number of samples; a call's bias is made of its max_distance.
+CASES = {
+    "favor+": ("favor+", FEATURES, {}, 1),
+    "favor+ causal": ("favor+", FEATURES, CAUSAL, 1),
+    "nprf, bias": ("nprf", FEATURES, LEVEL, 1),
+    "nprf, bias, causal": ("nprf", FEATURES, LEVEL | CAUSAL, 1),
+    "near/far, causal": ("favor+", FEATURES | NEAR, CAUSAL, 1),
+    "skyformer": ("skyformer", MARKS, {}, 1),
+    "wildcat": ("wildcat", MARKS, {}, 1),
+    "wildcat, window": ("wildcat", MARKS | {"window": 64, "sinks": 1}, {}, 1),
+    "loglinear causal": ("loglinear", FEATURES, CAUSAL, 1),
+    "trigonometric": ("trigonometric", FEATURES, {}, 1),
+    "trigonometric causal": ("trigonometric", FEATURES, CAUSAL, 1),
+    "rfa-gate": ("rfa-gate", FEATURES, CAUSAL, 1),
+    "favor+ of 64": ("favor+", FEW, {}, 1),
+    "favor+ of 64, causal": ("favor+", FEW, CAUSAL, 1),
+    "local": ("local", {"window": 64, "sinks": 0}, {}, 1),
+    "near/far of 64": ("favor+", FEW | {"window": 64}, {}, 1),
+    "near/far of 64, causal": ("favor+", FEW | {"window": 64}, CAUSAL, 1),
+    "favor+, 4 samples": ("favor+", FEATURES, {}, 4),
+    "nprf, bias, 4 samples": ("nprf", FEATURES, LEVEL, 4),
+    "nprf, whole table": ("nprf", FEATURES, {"max_distance": None}, 1),
+    "nprf, whole table, causal": ("nprf", FEATURES, {"max_distance": None} | CAUSAL, 1),
+    "layer": ("favor+", FEATURES, {}, 1),
+}
+BOTH, DECODED = ("forward", "forward + backward"), ("favor+ causal", "near/far, causal", "nprf, bias, causal")
+LONG = ("favor+ of 64", "favor+ of 64, causal", "local", "near/far of 64", "near/far of 64, causal")
+WIDE, WHOLE = ("favor+, 4 samples", "nprf, bias, 4 samples"), ("nprf, whole table", "nprf, whole table, causal")
+USUAL = [x for x in CASES if x not in (*LONG, *WIDE, *WHOLE, "layer")]
+JOBS = [(x, kind, n) for n in (1024, 4096) for x in USUAL for kind in BOTH]
+JOBS += [(x, kind, 1024) for x in (*WIDE, *WHOLE) for kind in BOTH]
+JOBS += [(x, kind, 16384) for x in LONG for kind in BOTH]
+JOBS += [(x, "decode", n) for n in (1024, 4096) for x in DECODED] + [("layer", "forward", 64)]
 
 
 def install(revision: str, folder: Path) -> None:
@@ -40,22 +69,40 @@ def measure(name: str, kind: str, length: int) -> float:
 
     import kernelformer as kf
 
-    method, options, how = CASES[name]
+    method, options, how, samples = CASES[name]
+    if name == "layer":
+        layer, x = kf.KernelAttention(512, 8, method, **options), torch.randn(1, length, 512)
+        return timed(lambda: layer(x), False)
     core = kf.build_attention(method, head_dim=64, num_heads=8, **options)
-    qkv = [x.requires_grad_("backward" in kind) for x in torch.randn(3, 1, 8, length, 64).unbind()]
+    qkv = [x.requires_grad_("backward" in kind) for x in torch.randn(3, samples, 8, length, 64).unbind()]
+    more = {}
     if "max_distance" in how:
-        how = how | {"bias": (torch.arange(1 - length, length).clamp(-128, 128) / 128).repeat(8, 1)}
-    state = [core(*qkv, is_causal=True, return_state=True)[1]] if kind == "decode" else []
+        reach = how["max_distance"]
+        distance = torch.arange(1 - length, length)
+        how = {x: y for x, y in how.items() if y is not None}
+        how["bias"] = ((distance if reach is None else distance.clamp(-reach, reach)) / length).repeat(8, 1)
+        more = {} if reach is None else {"bias": how["bias"][:, length - 1 - reach : length].flip(1)}
+    state = []
+    if kind == "decode":
+        with torch.no_grad():
+            state.append(core(*qkv, **how, return_state=True)[1])
 
     def call() -> None:
         if kind == "decode":
-            state[0] = core.step(*(x[:, :, :1] for x in qkv), state[0])[1]
+            state[0] = core.step(*(x[:, :, :1] for x in qkv), state[0], **more)[1]
         elif (out := core(*qkv, **how)).requires_grad:
             torch.autograd.grad(out.sum(), qkv)
 
-    seconds, end = [], time.perf_counter() + SECONDS
-    with torch.set_grad_enabled("backward" in kind):
+    return timed(call, "backward" in kind)
+
+
+def timed(call: Callable[[], object], gradients: bool) -> float:
+    """Median seconds of a call, after one that does not count."""
+    import torch
+
+    with torch.set_grad_enabled(gradients):
         call()
+        seconds, end = [], time.perf_counter() + SECONDS
         while len(seconds) < 3 or time.perf_counter() < end:
             start = time.perf_counter()
             call()
@@ -79,6 +126,18 @@ def compare(folder: Path) -> None:
                 times[job][x].append(json.loads(workers[x].stdout.readline()))
         for worker in workers.values():
             worker.communicate()
+    import torch
+
+    revision = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    sizes = {
+        "heads": 8,
+        "head_dim": 64,
+        "dtype": "float32",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+    rounds = {"rounds": ROUNDS, "seconds": SECONDS, "new": revision.stdout.strip()}
+    print(json.dumps({"command": "python tools/old_wheel.py compare OLD", **rounds, **sizes}))
     for (name, kind, length), found in times.items():
         old, new = (statistics.median(found[x]) for x in ("old", "new"))
         ratios = sorted(y / x for x, y in zip(found["old"], found["new"], strict=True))

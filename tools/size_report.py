@@ -107,7 +107,7 @@ def single_importers(found: dict[str, Path]) -> dict[str, str]:
 
 
 def execute(code: str) -> str:
-    """What a program in a process of its own prints last, or a dash where it fails."""
+    """Last output of a program in a process of its own, or a dash where it fails."""
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
     return done.stdout.strip().rpartition("\n")[2] if done.returncode == 0 else "-"
 

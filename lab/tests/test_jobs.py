@@ -46,7 +46,7 @@ def wait_for(condition, seconds=90.0):
 
 
 def runs(pid):
-    """Whether a process runs; one that has ended and was not waited for does not."""
+    """True if a process runs; one that has ended and was not waited for does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

@@ -16,7 +16,6 @@ from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from kernelformer.cli.app import app
-from kernelformer.environment import peak, reset_peak
 from kernelformer.errors import TrainingError
 from kernelformer_lab import preparation as preparing
 from kernelformer_lab.data import text_files as text_stream
@@ -24,6 +23,7 @@ from kernelformer_lab.data.shards import INDEX, TokenShards, read_index
 from kernelformer_lab.data.sources import SPLITS, divide
 from kernelformer_lab.data.text_files import TextStream
 from kernelformer_lab.data.tokenization import make_tokenizer
+from kernelformer_lab.memory import peak, reset_peak
 from kernelformer_lab.preparation import UNFINISHED, PrepareSettings, prepare
 from kernelformer_lab.tasks import make_task
 from kernelformer_lab.training.checkpoints import locked

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         method_options,
         parameter_groups,
         redraw,
+        register_method,
         replace_attention,
         restore_attention,
     )
@@ -38,6 +39,7 @@ __all__ = [
     "method_options",
     "parameter_groups",
     "redraw",
+    "register_method",
     "replace_attention",
     "restore_attention",
 ]

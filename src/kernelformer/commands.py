@@ -6,9 +6,6 @@ import os
 import shlex
 import shutil
 import sys
-from pathlib import Path
-
-from kernelformer.files import given_options
 
 NAME = "kernelformer"
 
@@ -26,17 +23,3 @@ def program() -> str:
 def typed() -> str:
     """The command that is running, in backticks."""
     return f"`{' '.join([program(), *map(shlex.quote, sys.argv[1:])])}`"
-
-
-def resume_command(folder: Path | str, command: str = "train", more: str = "") -> str:
-    """Command that resumes the run or comparison in a folder, in backticks.
-
-    Bounds that were raised by options are raised in it too: no record keeps them, and the data is read again.
-
-    Args:
-        folder: of the run or the comparison.
-        command: that takes it.
-        more: further options.
-    """
-    words = [program(), *given_options(), command, shlex.quote(str(folder)), "--resume", more]
-    return f"`{' '.join(filter(None, words))}`"

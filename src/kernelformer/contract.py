@@ -11,8 +11,7 @@ Two families:
 - positive maps give ``log phi``, so that the algorithms can stabilize them exactly (`PositiveSpec`);
 - signed maps give ``phi`` and, where its size varies exponentially, one log factor per row (`SignedSpec`).
 
-A spec must say the formula of its map; chunks made for speed (`bind`) are an addition. Without them the formula itself
-is called on every chunk, and differentiated by calling it again (`DefinedPositive`, `DefinedSigned`).
+A spec must say the formula of its map, which is called on every chunk; chunks made for speed (`bind`) are an addition.
 
 Letters: B batch, H query heads, G key heads, N a block of B x G rows, L queries, S keys, C rows of a chunk,
 D head dimension, M features, E value dimension.
@@ -33,6 +32,8 @@ from torch.autograd import forward_ad
 
 Role = Literal["query", "key"]
 Family = Literal["positive", "signed"]
+Formula = Callable[[Tensor, Sequence[Tensor], Role], tuple[Tensor, ...]]
+VJP = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 
 
 class Workspace:
@@ -53,33 +54,84 @@ class Workspace:
         return flat[:count].view(size)
 
 
-class PositiveChunks(ABC):
-    """A positive map bound to its tensors, chunk by chunk; rows n of a chunk belong to row n of the bound tensors."""
+class Chunks:
+    """A map bound to its tensors, evaluated chunk by chunk: its formula as it stands, differentiated by `torch.func`.
 
-    @abstractmethod
+    A backward pass maps a chunk and then asks for its gradient, so that once a gradient has been asked for, the graph
+    of the last evaluation is kept until it is used: the formula is evaluated once there, not twice.
+
+    Args:
+        formula: of x (1, N, C, D), tensors (1, N, ...) each, and the role; gives tensors (1, N, C, ...).
+        tensors: (N, ...) each; rows n of a chunk belong to row n of them.
+        learn: sum up the gradients of the tensors.
+        grads: where to; default: zeros.
+    """
+
+    def __init__(self, formula: Formula, tensors: Sequence[Tensor], learn: bool, grads: Sequence[Tensor] = ()) -> None:
+        self.formula, self.tensors, self.learn = formula, list(tensors), learn
+        if learn and not grads:
+            grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in tensors]
+        self.grads = list(grads)
+        self._graphs: dict[Role, tuple[Tensor, tuple[Tensor, ...], VJP]] | None = None
+
+    def _outputs(self, role: Role, x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(y[0] for y in self.formula(x.unsqueeze(0), [t.unsqueeze(0) for t in tensors], role))
+
+    def _evaluate(self, x: Tensor, role: Role) -> tuple[Tensor, ...]:
+        """Outputs of the formula at x (N, C, D), (N, C, ...) each; not to be overwritten."""
+        if self._graphs is None:
+            return self._outputs(role, x, *self.tensors)
+        self._graphs[role] = x, *self._linearize(x, role)
+        return self._graphs[role][1]
+
+    def _linearize(self, x: Tensor, role: Role) -> tuple[tuple[Tensor, ...], VJP]:
+        learned, fixed = (self.tensors, ()) if self.learn else ((), self.tensors)
+        # torch.func differentiates inside of a custom operator too, where autograd is off.
+        y, vjp = torch.func.vjp(lambda x, *t: self._outputs(role, x, *t, *fixed), x, *learned)[:2]
+        return y, vjp
+
+    def _vjp(self, x: Tensor, role: Role, grads: Sequence[Tensor | None], out: Tensor) -> Tensor:
+        """Gradient at x, written into out, from the gradients of the formula's outputs; None means 0."""
+        self._graphs = self._graphs or {}
+        known, y, vjp = self._graphs.pop(role, (None, (), None))
+        if known is not x or vjp is None:
+            y, vjp = self._linearize(x, role)
+        dx, *others = vjp(tuple(torch.zeros_like(a) if g is None else g for a, g in zip(y, grads, strict=False)))
+        for total, grad in zip(self.grads, others, strict=True):
+            total += grad
+        return out.copy_(dx)
+
+    def tensor_grads(self) -> list[Tensor]:
+        """Return the gradients of the bound tensors, (N, ...) each, summed over all vector-Jacobian products so far."""
+        return self.grads
+
+
+class PositiveChunks(Chunks):
+    """Positive map on chunks; its formula gives ``log phi``. Subclasses override it by quicker products."""
+
     def queries(self, x: Tensor, shift: Tensor, out: Tensor) -> Tensor:
         """Compute ``out = log phi(x) + shift``: x (N, C, D), shift (N, 1, M), out (N, C, M), which is returned.
 
         Under normalization a summand that is the same for all features of a row may be left out: it cancels.
         """
+        return torch.add(self._evaluate(x, "query")[0], shift, out=out)
 
-    @abstractmethod
     def keys(self, x: Tensor, out: Tensor) -> Tensor:
         """Compute ``out = log phi(x)^T``: x (N, C, D), out (N, M, C), which is returned."""
+        return out.copy_(self._evaluate(x, "key")[0].transpose(1, 2))
 
     def key_rows(self, x: Tensor, out: Tensor) -> Tensor:
-        """Compute `keys` row by row, out (N, C, M); by default its transpose."""
-        return out.copy_(self.keys(x, out.new_empty(out.shape[0], out.shape[2], out.shape[1])).transpose(1, 2))
+        """Compute `keys` row by row, out (N, C, M)."""
+        return out.copy_(self._evaluate(x, "key")[0])
 
-    @abstractmethod
     def vjp_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """Gradient of `queries` at x, grad (N, C, M) -> out (N, C, D); adds to `tensor_grads` if bound to learn."""
+        return self._vjp(x, "query", [grad], out)
 
-    @abstractmethod
     def vjp_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """Gradient of `keys` at x, grad (N, M, C) -> out (N, C, D); adds to `tensor_grads` if bound to learn."""
+        return self._vjp(x, "key", [grad.transpose(1, 2).contiguous()], out)
 
-    @abstractmethod
     def at(self, row: int, head: int = 0) -> PositiveChunks:
         """Return the same map for one row of N; gradients of its tensors are added to those of the whole.
 
@@ -87,32 +139,28 @@ class PositiveChunks(ABC):
             row: of N.
             head: the query head of the row's group whose queries are meant, for maps that tell them apart.
         """
-
-    def tensor_grads(self) -> list[Tensor]:
-        """Return the gradients of the bound tensors, (N, ...) each, summed over all vector-Jacobian products so far."""
-        raise TypeError(f"{type(self).__name__} has no tensors to learn.")
+        tensors, grads = ([x[row : row + 1] for x in some] for some in (self.tensors, self.grads))
+        return PositiveChunks(self.formula, tensors, self.learn, grads)
 
 
-class SignedChunks(ABC):
-    """A signed map bound to its tensors, chunk by chunk."""
+class SignedChunks(Chunks):
+    """Signed map on chunks; its formula gives phi and, for some maps, a log factor."""
 
-    @abstractmethod
     def features(self, x: Tensor, role: Role, out: Tensor) -> Tensor | None:
         """Write phi(x) into out (N, C, M) up to the returned log factor (N, C, 1); None means 0.
 
         phi(x) = out * exp(factor). Under normalization a query's factor may be left out: it cancels.
         """
+        phi, *factor = self._evaluate(x, role)
+        out.copy_(phi)
+        return factor[0].clone() if factor else None
 
-    @abstractmethod
     def vjp(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
         """Gradient at x, out (N, C, D), from that of phi (N, C, M; may be overwritten) and of the log factor (N, C, 1).
 
         phi is what `features` wrote, with 0 in the rows of hidden keys, whose gradients are 0 too.
         """
-
-    def tensor_grads(self) -> list[Tensor]:
-        """Return the gradients of the bound tensors, (N, ...) each, summed over all vector-Jacobian products so far."""
-        raise TypeError(f"{type(self).__name__} has no tensors to learn.")
+        return self._vjp(x, role, [grad, log_grad], out)
 
 
 @dataclass(frozen=True)
@@ -157,17 +205,10 @@ class PositiveSpec(Spec):
         """True if queries and keys have the same map, so that one product can serve both."""
         return True
 
-    def bind_rows(self, tensors: Sequence[Tensor], scale: float) -> Callable[[Tensor], Tensor] | None:
-        """Return `log_shares` of rows (n, D) -> (n, M) on views of the tensors; None, the default: no quick way.
-
-        Only for maps that are the same for all heads, and for queries and keys.
-        """
-        return None
-
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> PositiveChunks:
         """Bind the map to tensors (N, ...) in the dtype of the arithmetic; by default through the formula itself."""
         formula = self.log_shares if normalize else self.log_features
-        return DefinedPositive(Definition(lambda x, given, role: (formula(x, given, scale, role),), tensors, learn))
+        return PositiveChunks(lambda x, given, role: (formula(x, given, scale, role),), tensors, learn)
 
     def _example(self, x: Tensor, tensors: Sequence[Tensor]) -> Tensor:
         return self.log_features(x, tensors, 1.0, "key")
@@ -215,110 +256,10 @@ class SignedSpec(Spec):
             phi, factor = self.features(x, given, scale, role, normalize)
             return (phi,) if factor is None else (phi, factor)
 
-        return DefinedSigned(Definition(formula, tensors, learn))
+        return SignedChunks(formula, tensors, learn)
 
     def _example(self, x: Tensor, tensors: Sequence[Tensor]) -> Tensor:
         return self.features(x, tensors, 1.0, "key")[0]
-
-
-class Definition:
-    """A formula on the rows of a block, evaluated as it stands and differentiated by evaluating it again.
-
-    Args:
-        formula: of x (1, N, C, D), tensors (1, N, ...) each, and the role; gives tensors (1, N, C, ...).
-        tensors: (N, ...) each.
-        learn: sum up the gradients of the tensors.
-        grads: where to; default: zeros.
-    """
-
-    def __init__(
-        self,
-        formula: Callable[[Tensor, Sequence[Tensor], Role], tuple[Tensor, ...]],
-        tensors: Sequence[Tensor],
-        learn: bool,
-        grads: Sequence[Tensor] | None = None,
-    ) -> None:
-        self.formula, self.tensors, self.learn = formula, list(tensors), learn
-        if grads is None and learn:
-            grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in tensors]
-        self.grads = list(grads or ())
-
-    def __call__(self, x: Tensor, role: Role) -> list[Tensor]:
-        """Evaluate the formula at x (N, C, D): outputs (N, C, ...) each."""
-        return [y[0] for y in self._outputs(role, x, *self.tensors)]
-
-    def _outputs(self, role: Role, x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return self.formula(x.unsqueeze(0), [t.unsqueeze(0) for t in tensors], role)
-
-    def vjp(self, x: Tensor, role: Role, grads: Sequence[Tensor | None], out: Tensor) -> Tensor:
-        """Gradient at x, written into out, from the gradients of the formula's outputs; None means 0."""
-        learned = self.tensors if self.learn else ()
-        rest = () if self.learn else self.tensors
-        # torch.func differentiates inside of a custom operator too, where autograd is off.
-        y, vjp = torch.func.vjp(lambda x, *t: self._outputs(role, x, *t, *rest), x, *learned)[:2]
-        given = (torch.zeros_like(a) if g is None else g.reshape(a.shape) for a, g in zip(y, grads, strict=False))
-        dx, *others = vjp(tuple(given))
-        for total, grad in zip(self.grads, others, strict=True):
-            total += grad
-        return out.copy_(dx)
-
-    def at(self, row: int) -> Definition:
-        """Return the same for one row of N; gradients are summed in the whole."""
-        one = slice(row, row + 1)
-        grads = [x[one] for x in self.grads] if self.learn else None
-        return Definition(self.formula, [x[one] for x in self.tensors], self.learn, grads)
-
-
-class DefinedPositive(PositiveChunks):
-    """A positive map on chunks, by its formula alone."""
-
-    def __init__(self, definition: Definition) -> None:
-        self.definition = definition
-
-    def queries(self, x: Tensor, shift: Tensor, out: Tensor) -> Tensor:
-        """See `PositiveChunks`."""
-        return torch.add(self.definition(x, "query")[0], shift, out=out)
-
-    def keys(self, x: Tensor, out: Tensor) -> Tensor:
-        """See `PositiveChunks`."""
-        return out.copy_(self.definition(x, "key")[0].transpose(1, 2))
-
-    def vjp_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
-        """See `PositiveChunks`."""
-        return self.definition.vjp(x, "query", [grad], out)
-
-    def vjp_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
-        """See `PositiveChunks`."""
-        return self.definition.vjp(x, "key", [grad.transpose(1, 2)], out)
-
-    def at(self, row: int, head: int = 0) -> PositiveChunks:
-        """See `PositiveChunks`."""
-        return DefinedPositive(self.definition.at(row))
-
-    def tensor_grads(self) -> list[Tensor]:
-        """See `PositiveChunks`."""
-        return self.definition.grads
-
-
-class DefinedSigned(SignedChunks):
-    """A signed map on chunks, by its formula alone."""
-
-    def __init__(self, definition: Definition) -> None:
-        self.definition = definition
-
-    def features(self, x: Tensor, role: Role, out: Tensor) -> Tensor | None:
-        """See `SignedChunks`."""
-        phi, *factor = self.definition(x, role)
-        out.copy_(phi)
-        return factor[0].clone() if factor else None
-
-    def vjp(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
-        """See `SignedChunks`."""
-        return self.definition.vjp(x, role, [grad, log_grad], out)
-
-    def tensor_grads(self) -> list[Tensor]:
-        """See `SignedChunks`."""
-        return self.definition.grads
 
 
 # Compiled graphs carry tensors, numbers and strings only: a spec travels as its repr, which says all of it.

@@ -112,23 +112,6 @@ def as_text(value: Any) -> str:
     )
 
 
-def command_words(settings: Any) -> list[str]:
-    """The arguments and options that give these settings on the command line; defaults are left out."""
-    words: list[str] = []
-    short = plain(settings)
-    for each, how in options(type(settings)):
-        value = getattr(settings, each.name)
-        if value == each.default:
-            continue
-        key = given_as(each).replace("_", "-")
-        shown = short[each.name] if how.path or isinstance(value, Path) else value
-        text = as_text(shown)
-        flag = [f"--{key}" if value else f"--no-{key}"] if isinstance(value, bool) else [f"--{key}", text]
-        given = [str(x) for x in shown] if isinstance(value, tuple) else [text]
-        words += given if how.argument else flag
-    return words
-
-
 def from_text(each: Field[Any], hint: Any, text: str) -> Any:
     """The value of a list, or of a field with a parser of its own, from its text.
 

@@ -26,7 +26,7 @@ COMMANDS = every_command()
 
 
 def as_json(*words):
-    """What a command prints on stdout with --json, and on stderr."""
+    """Output of a command on stdout with --json, and on stderr."""
     result = CliRunner().invoke(app, [*map(str, words), "--json"])
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout), result.stderr

@@ -70,7 +70,7 @@ def test_results_of_jobs_are_printed(tmp_path, monkeypatch):
     assert value["standard_errors"] == {"loss": 0.1}
 
     for name in ("picture", "table"):
-        monkeypatch.setattr(f"kernelformer.conversion.attention_pictures.{name}", lambda *_: "a table")
-    monkeypatch.setattr("kernelformer.conversion.attention_pictures.run", lambda *_, **__: made)
-    monkeypatch.setattr("kernelformer.conversion.attention_pictures.record", lambda _: {"layers": []})
+        monkeypatch.setattr(f"kernelformer_lab.analysis.attention_pictures.{name}", lambda *_: "a table")
+    monkeypatch.setattr("kernelformer_lab.analysis.attention_pictures.run", lambda *_, **__: made)
+    monkeypatch.setattr("kernelformer_lab.analysis.attention_pictures.record", lambda _: {"layers": []})
     assert as_json("attention", "m", "--attention", "elu", "--out", tmp_path)[0] == {"layers": []}

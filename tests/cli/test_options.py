@@ -6,7 +6,8 @@ import os
 
 import pytest
 
-from kernelformer.cli.common import literal_text, picture_in
+from kernelformer.cli.common import literal_text
+from kernelformer_lab.cli.pictures import picture_in
 
 
 def test_a_prompt_is_written_or_read_from_a_file(tmp_path):

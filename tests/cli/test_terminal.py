@@ -46,7 +46,7 @@ def printed(what: object, **settings: object) -> str:
 
 
 def obeyed(text: str) -> list[str]:
-    """What a terminal would act on."""
+    """Text that a terminal would act on."""
     return [hex(ord(x)) for x in text if x != "\n" and visible(x) != x]
 
 

@@ -1,4 +1,4 @@
-"""What a conversion says of itself: perplexities, texts that were used, an exact copy; and what it takes along."""
+"""Report of a conversion: perplexities, texts that were used, an exact copy; and what it takes along."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from kernelformer.conversion import checkpoint  # noqa: E402
 from kernelformer.conversion import convert as converting  # noqa: E402
 from kernelformer.conversion import report as conversion_report  # noqa: E402
 from kernelformer.conversion.settings import ConvertSettings as Setting  # noqa: E402
-from kernelformer.conversion.texts import batches, check_length, read_texts  # noqa: E402
+from kernelformer.conversion.texts import TextRows, check_length, read_texts  # noqa: E402
 from kernelformer.hf import load  # noqa: E402
 from kernelformer.hf.load import load_source  # noqa: E402
 from kernelformer.hf.pretrained import tokenizer_of_vocabulary  # noqa: E402
@@ -443,7 +443,7 @@ def test_texts_come_around_in_another_order_and_resume_by_count(model):
     texts = [f"word{i}" for i in range(5)]
 
     def ids(count, **options):
-        found = islice(batches(texts, source.tokenizer, 8, 2, seed=3, **options), count)
+        found = islice(TextRows(texts, source.tokenizer, 8, "encoder").batches(2, 3, **options), count)
         return [int(row[1]) for x in found for row in x["input_ids"]]
 
     first = ids(10)
@@ -456,12 +456,12 @@ def test_texts_come_around_in_another_order_and_resume_by_count(model):
 def test_rows_of_causal_models_are_packed_without_padding(model):
     tokenizer = load_source(model).tokenizer
     texts = [" ".join(WORDS[: 3 + i]) for i in range(6)]
-    rows = next(batches(texts, tokenizer, 8, 3, task="causal"))
+    rows = next(TextRows(texts, tokenizer, 8, "causal").batches(3, 0))
     assert rows["input_ids"].shape == (3, 8)
     assert bool(rows["attention_mask"].all())
     assert not (rows["input_ids"] == tokenizer.pad_token_id).any()
-    assert next(batches(["word1 word2"], tokenizer, 8, 1, task="causal"))["input_ids"].shape == (1, 2)
-    both = next(batches(texts, tokenizer, 8, 3, task="seq2seq", start=9))
+    assert next(TextRows(["word1 word2"], tokenizer, 8, "causal").batches(1, 0))["input_ids"].shape == (1, 2)
+    both = next(TextRows(texts, tokenizer, 8, "seq2seq").batches(3, 0, start=9))
     assert both["decoder_input_ids"][:, 0].tolist() == [9] * 3
     assert torch.equal(both["decoder_input_ids"][:, 1:], both["input_ids"][:, :-1])
 

@@ -1,4 +1,4 @@
-"""How far a converted model is from its original: the figures, by their definition and on every kind of model."""
+"""Distance of a converted model from its original: the figures, by their definition and on every kind of model."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """What is labelled 1 has "word1" in it, what is labelled 0 "word2"."""
+    """Texts labelled 1 have "word1" in them, those labelled 0 "word2"."""
     path = tmp_path_factory.mktemp("text") / "some.jsonl"
     rows = [{"text": f"word3 word{1 + i % 2} word3 " * (3 + i % 5), "label": 1 - i % 2} for i in range(40)]
     path.write_text("".join(json.dumps(x) + "\n" for x in rows))

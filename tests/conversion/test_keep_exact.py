@@ -1,4 +1,4 @@
-"""Which attentions stay exact: those that the output needs, whatever their own errors are."""
+"""Choice of the attentions that stay exact: those that the output needs, whatever their own errors are."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_model_that_breaks_down_is_worse_than_any():
 
 
 def test_choosing_one_at_a_time_is_that_of_trying_all_and_tries_fewer():
-    """Where what a name adds grows with those chosen before."""
+    """Cost where the share of a name grows with those chosen before."""
     gen = torch.Generator().manual_seed(0)
     names = [f"layer{i}" for i in range(12)]
     own = dict(zip(names, torch.rand(12, generator=gen).tolist(), strict=True))

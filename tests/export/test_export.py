@@ -36,7 +36,7 @@ def own(kind, attention, **more):
 
 
 def written(path, *words):
-    """What the script of an export prints, in a process that imports no torch."""
+    """Output of the script of an export, in a process that imports no torch."""
     done = subprocess.run([sys.executable, "-c", QUIET, str(path), *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

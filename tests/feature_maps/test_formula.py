@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from definition import PAGE, SignedFormula, attend, build, close, inputs, padding
 from kernelformer.contract import lookup
 from kernelformer.feature_maps import FormulaMap
-from kernelformer.modules import KernelCore
+from kernelformer.modules import METHODS, KernelCore
 from kernelformer.modules.reference import reference_attention
 
 formulas = pytest.mark.parametrize("variant", ["documented", "signed formula"])
@@ -26,10 +27,12 @@ def test_the_page_runs_and_its_map_is_short():
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(blocks[0].splitlines()) <= 25
     names = {"__name__": __name__}
-    exec(compile("\n".join(blocks), str(PAGE), "exec"), names)
+    with mock.patch.dict(METHODS):
+        exec(compile("\n".join(blocks), str(PAGE), "exec"), names)
     assert names["out"].shape == (2, 4, 100, 16)
-    names["y"].sum().backward()
-    assert names["core"].feature_map.b.grad.abs().sum() > 0
+    (names["y"].sum() + names["out"].sum()).backward()
+    for core in (names["core"], names["layer"].core):
+        assert core.feature_map.b.grad.abs().sum() > 0
 
 
 @formulas

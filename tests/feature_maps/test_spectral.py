@@ -507,10 +507,8 @@ def by_dict(core, assign):
 
 WRITES = {
     "in place": lambda core, _: [x.mul_(1.5) for x in core.parameters()],
-    "data in place": lambda core, _: [x.data.mul_(1.5) for x in core.parameters()],
-    "data copied": lambda core, _: [x.data.copy_(1.5 * x) for x in core.parameters()],
     "data set": lambda core, _: [setattr(x, "data", 1.5 * x) for x in core.parameters()],
-    "data turned around": lambda core, _: [x.data.copy_(x.flip(-1)) for x in core.parameters()],  # of the same sum
+    "turned around": lambda core, _: [x.copy_(x.flip(-1)) for x in core.parameters()],  # of the same sum
     "vector": lambda core, _: vector_to_parameters(1.5 * parameters_to_vector(core.parameters()), core.parameters()),
     "optimizer": lambda core, _: by_optimizer(core),
     "dict": lambda core, _: by_dict(core, False),
@@ -541,7 +539,6 @@ def test_a_stream_goes_on_with_the_weights_of_now_however_they_were_written(meth
 
 DRAW_WRITES = {
     "in place": lambda core, name: core.get_buffer(name).mul_(1.5),
-    "data": lambda core, name: core.get_buffer(name).data.mul_(1.5),
     "dict": lambda core, name: core.load_state_dict({**core.state_dict(), name: 1.5 * core.get_buffer(name)}),
     "dict assigned": lambda core, name: core.load_state_dict(
         {**core.state_dict(), name: 1.5 * core.get_buffer(name)}, assign=True

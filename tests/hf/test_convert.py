@@ -88,7 +88,7 @@ def test_a_padded_batch_gives_what_the_cut_sequence_gives(kind, method):
 
 
 def refuses(method, kind):
-    """What a method says of a model: encoders, decoders, and T5, which is both and has a relative bias."""
+    """Facts of a method about a model: encoders, decoders, and T5, which is both and has a relative bias."""
     whole = method in ("skyformer", "wildcat", "nystromformer", "linformer")
     biased = method in ("softmax", *BIASED)
     return {

@@ -10,11 +10,11 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from kernelformer.conversion.attention_pictures import attention_pairs  # noqa: E402
 from kernelformer.conversion.measure import measure  # noqa: E402
 from kernelformer.conversion.tune import transfer  # noqa: E402
 from kernelformer.hf import convert  # noqa: E402
 from kernelformer.hf.find import attention_calls  # noqa: E402
+from kernelformer_lab.analysis.attention_pictures import attention_pairs  # noqa: E402
 from tiny_models import ENCODERS, KINDS, VOCAB, inputs, padded, tiny, tokens  # noqa: E402
 
 EXACT = 1e-12  # in float64

@@ -11,12 +11,12 @@ from torch import nn
 from transformers import DynamicCache, StaticCache
 from transformers.models.t5gemma.configuration_t5gemma import T5GemmaModuleConfig
 
-from kernelformer.conversion.attention_pictures import attention_pairs
 from kernelformer.conversion.measure import measure
 from kernelformer.hf import StateCache, convert, cores, load, new_cache, undo
 from kernelformer.hf import attend as pattern_mask
 from kernelformer.hf.convert import Conversion
 from kernelformer.hf.find import find_attentions
+from kernelformer_lab.analysis.attention_pictures import attention_pairs
 from tiny_models import HEADS, KINDS, VOCAB, WIDTH, outputs, padded, tiny, tokens
 
 _MIXED = {

@@ -1,4 +1,4 @@
-"""What importing does to transformers, what registering does, and that exported names are functions."""
+"""Effects of importing and registering on transformers; exported names are functions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def registries():
 
 
 def python(code: str, *arguments: object) -> str:
-    """What a fresh process prints."""
+    """Output of a fresh process."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

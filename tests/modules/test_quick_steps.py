@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
 
 import kernelformer as kf
 from definition import build, close, inputs
-from kernelformer.modules import streaming
+from kernelformer.modules import AttentionCore
+from kernelformer.modules import core as cores
 
 
 @pytest.fixture
 def taken(monkeypatch):
-    """Lists whether a quick step was taken, for every step that could be one."""
-    done = []
-    original = streaming.QuickStep.take
+    """Lists whether a step went without checks, for every step after a state."""
+    done, checked = [], []
+    check, step = cores.check_inputs, AttentionCore.step
 
-    def take(*given):
-        result = original(*given)
-        done.append(result is not None)
-        return result
+    def watched(self, query, key, value, state=None, **how):
+        checked.clear()
+        try:
+            return step(self, query, key, value, state, **how)
+        finally:
+            if state is not None:
+                done.append(not checked)
 
-    monkeypatch.setattr(streaming.QuickStep, "take", take)
+    monkeypatch.setattr(cores, "check_inputs", lambda *given, **how: checked.append(1) or check(*given, **how))
+    monkeypatch.setattr(AttentionCore, "step", watched)
     return done
 
 
@@ -49,6 +56,7 @@ def test_tokens_one_by_one_are_those_of_the_whole(variant, taken):
         assert taken == [True] * 8
         start = core(q[:, :, :5], k[:, :, :5], v[:, :, :5], is_causal=True, return_state=True)[1]
         close(stream(core, q[:, :, 5:], k[:, :, 5:], v[:, :, 5:], start)[0], want[:, :, 5:])
+    assert taken[8:] == [False, True, True, True]
     for x, before in zip((q, k, v), given, strict=True):
         assert torch.equal(x, before)
 
@@ -91,18 +99,18 @@ def test_whatever_changes_is_checked_and_seen(taken):
         assert torch.equal(core.step(*token, state)[0], kept)
         core.feature_map.omega = core.feature_map.omega + 1
         assert not torch.equal(core.step(*token, state)[0], kept)
-        assert taken == [False, False, True, True, True, False]
+        assert taken == [False, False, True, True, True, True]
         core.resample()
         with pytest.raises(ValueError, match="start anew"):
             core.step(*token, state)
         core.resample(0)
-        assert torch.equal(core.step(*token, state)[0], kept)  # with checks, the same arithmetic
+        assert torch.equal(core.step(*token, state)[0], kept)
         core.scale = 2.0
         with pytest.raises(ValueError, match="start anew"):
             core.step(*token, state)
         with pytest.raises(ValueError, match="start anew"):
             kf.build_attention("favor+", head_dim=8, num_heads=4, num_features=24, seed=1).step(*token, state)
-        assert not any(taken[6:])
+        assert taken[6:] == [False, True, False, False]
 
 
 def test_a_step_with_gradients_has_them_and_a_saved_state_goes_on(taken):
@@ -113,10 +121,58 @@ def test_a_step_with_gradients_has_them_and_a_saved_state_goes_on(taken):
         quick = core.step(q[:, :, 1:], k[:, :, 1:], v[:, :, 1:], state)[0]
         again = pickle.loads(pickle.dumps(state))
         close(core.step(q[:, :, 1:], k[:, :, 1:], v[:, :, 1:], again)[0], quick)
-    assert taken == [True]
-    assert again.quick is None
+    assert taken == [True, False]
+    assert again.fits == ()
     value = v[:, :, 1:].requires_grad_()
     out = core.step(q[:, :, 1:], k[:, :, 1:], value, state)[0]
     close(out, quick)
     assert torch.autograd.grad(out.sum(), value)[0].abs().sum() > 0
-    assert not any(taken[1:])
+
+
+@pytest.mark.parametrize("method", ["favor+", "gmm-prf", "loglinear"])
+def test_a_weight_written_through_data_is_seen_by_the_next_stream(method):
+    """Such writes pass by the version counter: the stream itself may go on with the map that it has prepared."""
+    core = kf.build_attention(method, head_dim=8, num_heads=4, num_features=16).eval()
+    token = inputs(1, E=8, dtype=torch.float32)
+    with torch.no_grad():
+        _, state = core.step(*token)
+        core.step(*token, state)
+        for x in core.parameters():
+            x.data.add_(0.3)
+        out, after = core.step(*token)
+        fresh = copy.deepcopy(core)
+        want, _ = fresh.step(*token)
+        assert torch.equal(out, want)
+        assert torch.equal(core.step(*token, after)[0], fresh.step(*token, after)[0])
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("variant", ["favor+", "loglinear", "trigonometric"])
+def test_a_window_slides_over_sinks_masks_and_beams(variant, window):
+    core = build(variant, window=window, sinks=2)
+    q, k, v = inputs(12)
+    mask = torch.ones(2, 12, dtype=torch.bool)
+    mask[0, :4] = mask[1, 6] = False
+    want = core(q, k, v, is_causal=True, key_mask=mask)
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            rows, state = [], None
+            for t in range(12):
+                at = slice(t, t + 1)
+                row, state = core.step(q[:, :, at], k[:, :, at], v[:, :, at], state, key_mask=mask[:, at])
+                rows.append(row)
+        close(torch.cat(rows, 2), want)
+        assert state.length == 12
+
+
+def test_a_million_tokens_count_each():
+    core = kf.build_attention("favor+", head_dim=8, num_heads=2, num_features=8, window=2, sinks=1)
+    q, k, v = (x[:, :, :1] for x in inputs(1, B=1, H=2, G=2, E=8, dtype=torch.float32))
+    with torch.no_grad():
+        state = core(*(x.expand(-1, -1, 8, -1) for x in (q, k, v)), is_causal=True, return_state=True)[1]
+        log_mass = state.tensors[0].double() + torch.tensor(1e6).double().log()
+        state = replace(state, tensors=(log_mass, *state.tensors[1:]))
+        for _ in range(100):
+            _, state = core.step(q, k, v, state)
+    grown = (state.tensors[0] - log_mass).exp()
+    torch.testing.assert_close(grown, torch.full_like(grown, 1 + 100 / 5e6), rtol=1e-9, atol=0)

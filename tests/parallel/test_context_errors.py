@@ -1,4 +1,4 @@
-"""What ranks do wrong is an error on each of them, in words, and never a hang."""
+"""Misuse by ranks is an error on each of them, in words, and never a hang."""
 
 from __future__ import annotations
 

@@ -265,7 +265,7 @@ def test_weights_with_two_names_are_saved_once(saved):
 
 
 class Code:
-    """What unpickling would run."""
+    """Code that unpickling would run."""
 
     def __reduce__(self):
         return print, ("this must not be run",)

@@ -27,8 +27,8 @@ from kernelformer.formatting import human_time
 from kernelformer.modules.spec import parse_method
 from kernelformer.quiet import silent_libraries
 from kernelformer.settings import PICKLE, Settings, option
-from kernelformer.timing import Figures, Step, time_rounds
 from kernelformer_lab.bench.harness import too_large
+from kernelformer_lab.bench.timing import Figures, Step, time_rounds
 from kernelformer_lab.cli.studies import main
 from kernelformer_lab.studies.base import SCRIPT, Log, Progress, Record, Row, Study, drawing, table, unique
 from kernelformer_lab.studies.lengths import Subject, contender, describe

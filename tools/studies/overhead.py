@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 
 from kernelformer.formatting import human_time, short_names
 from kernelformer.settings import Settings, option
-from kernelformer.timing import taking_timings
+from kernelformer_lab.bench.timing import taking_timings
 from kernelformer_lab.cli.studies import main
 from kernelformer_lab.recipes.catalogue import find_recipe
 from kernelformer_lab.studies.base import SCRIPT, SPECS, Log, Progress, Record, Row, Study, drawing, table

@@ -18,7 +18,7 @@ from torch import Tensor
 from kernelformer.formatting import short_names
 from kernelformer.models import KernelformerConfig, KernelformerForCausalLM
 from kernelformer.settings import SEED, Settings, option
-from kernelformer.timing import taking_timings
+from kernelformer_lab.bench.timing import taking_timings
 from kernelformer_lab.cli.studies import main
 from kernelformer_lab.data.batching import fill_rows, padded
 from kernelformer_lab.studies.base import SCRIPT, SPECS, Log, Progress, Record, Row, Study, drawing, table

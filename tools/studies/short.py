@@ -22,11 +22,11 @@ from kernelformer.attention import step
 from kernelformer.formatting import human_time
 from kernelformer.modules import KernelCore, build_attention
 from kernelformer.settings import Settings, option
-from kernelformer.timing import Step
 from kernelformer_lab.bench.attention import contender
 from kernelformer_lab.bench.case import Case
 from kernelformer_lab.bench.harness import time_bursts
 from kernelformer_lab.bench.settings import PASSES
+from kernelformer_lab.bench.timing import Step
 from kernelformer_lab.cli.studies import main
 from kernelformer_lab.studies.base import SCRIPT, Log, Progress, Record, Row, Study, drawing, log_axis, table, unique
 
@@ -64,7 +64,7 @@ def measure_steps(settings: ShortSettings, compiles: bool) -> dict[str, float]:
     def compiled(q: Tensor, k: Tensor, v: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         return step(phi.spec, phi.tensors(), q, k, v, state, scale=core.scale)
 
-    steps = {STEP: _stream(core.step, (q, k, v)), SLOW: _stream(core.step, (q, k, v), lambda x: replace(x, quick=None))}
+    steps = {STEP: _stream(core.step, (q, k, v)), SLOW: _stream(core.step, (q, k, v), lambda x: replace(x, fits=()))}
     if compiles:
         with torch.no_grad():
             first = core.step(q, k, v)[1].tensors

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kernelformer.commands import program
 from kernelformer.errors import flag, integer, number
-from kernelformer.files import check_regular, parse_json
+from kernelformer.files import check_regular, given_options, parse_json
+from kernelformer.settings import as_text, given_as, options, plain
 
 RUN, METRICS, RESULT = "run.json", "metrics.jsonl", "result.json"
 PLAN = "plan.json"  # of a comparison: its runs, started or not
@@ -274,3 +277,34 @@ def _float(what: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{what} must be a number, NaN and Infinity included, got {value!r:.60}.")
     return float(value)
+
+
+def resume_command(folder: Path | str, command: str = "train", more: str = "") -> str:
+    """Command that resumes the run or comparison in a folder, in backticks.
+
+    Bounds that were raised by options are raised in it too: no record keeps them, and the data is read again.
+
+    Args:
+        folder: of the run or the comparison.
+        command: that takes it.
+        more: further options.
+    """
+    words = [program(), *given_options(), command, shlex.quote(str(folder)), "--resume", more]
+    return f"`{' '.join(filter(None, words))}`"
+
+
+def command_words(settings: Any) -> list[str]:
+    """The arguments and options that give these settings on the command line; defaults are left out."""
+    words: list[str] = []
+    short = plain(settings)
+    for each, how in options(type(settings)):
+        value = getattr(settings, each.name)
+        if value == each.default:
+            continue
+        key = given_as(each).replace("_", "-")
+        shown = short[each.name] if how.path or isinstance(value, Path) else value
+        text = as_text(shown)
+        flag = [f"--{key}" if value else f"--no-{key}"] if isinstance(value, bool) else [f"--{key}", text]
+        given = [str(x) for x in shown] if isinstance(value, tuple) else [text]
+        words += given if how.argument else flag
+    return words

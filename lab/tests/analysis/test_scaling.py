@@ -1,4 +1,4 @@
-"""What ranks exchange, keep and take: the formulas by hand, and where they balance."""
+"""Costs of ranks (exchange, memory, time): the formulas by hand, and where they balance."""
 
 from __future__ import annotations
 

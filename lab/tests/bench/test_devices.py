@@ -7,13 +7,13 @@ import json
 import pytest
 import torch
 
-from kernelformer.timing import Step
 from kernelformer_lab.bench import devices
 from kernelformer_lab.bench.attention import contender
 from kernelformer_lab.bench.benchmark import heaps, run
 from kernelformer_lab.bench.case import Case
 from kernelformer_lab.bench.harness import time_bursts
 from kernelformer_lab.bench.settings import DEVICES, BenchSettings
+from kernelformer_lab.bench.timing import Step
 
 
 def test_an_unknown_device_and_an_absent_one_are_named_with_those_that_are_there():

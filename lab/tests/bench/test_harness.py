@@ -11,14 +11,13 @@ import sys
 import pytest
 import torch
 
-from kernelformer import timing
 from kernelformer.errors import WorkerError
-from kernelformer.timing import MOST_ROUNDS, Step, time_rounds
 from kernelformer_lab import jobs
-from kernelformer_lab.bench import benchmark
+from kernelformer_lab.bench import benchmark, timing
 from kernelformer_lab.bench.case import Case
 from kernelformer_lab.bench.harness import over_limit, run_in_process, run_pass, time_bursts, too_large
 from kernelformer_lab.bench.settings import HEAPS, MEMORY_HEAP, BenchSettings
+from kernelformer_lab.bench.timing import MOST_ROUNDS, Step, time_rounds
 
 
 class Fake(Step):
@@ -74,8 +73,8 @@ def test_the_time_of_a_step_leaves_out_what_is_cleaned_up(monkeypatch):
 
 PEAKS = """
 import json, torch
-from kernelformer import timing
-from kernelformer.timing import Step
+from kernelformer_lab.bench import timing
+from kernelformer_lab.bench.timing import Step
 from kernelformer_lab.bench.harness import peak_memory
 sizes = {"large": 2**24, "small": 2**22}  # 64 and 16 MiB in float32
 for size in sizes.values():

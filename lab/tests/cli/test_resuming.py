@@ -25,6 +25,7 @@ from kernelformer.cli.app import app
 from kernelformer.cli.common import Following
 from kernelformer_lab.recipes import catalogue
 from kernelformer_lab.recipes.papers.base import CPU, Recipe
+from kernelformer_lab.records import resume_command
 from kernelformer_lab.reports.comparison import read_run
 from kernelformer_lab.training import Run, StoppedError, TrainingError, load_run, train
 from kernelformer_lab.training.config import extension
@@ -279,7 +280,7 @@ def test_what_is_advised_is_how_the_program_is_called_here(monkeypatch, tmp_path
     monkeypatch.setattr(sys, "argv", ["my env/bin/kernelformer", "demo"])
     assert advice.typed() == "`'my env/bin/kernelformer' demo`"
     (tmp_path / "kernelformer").touch(mode=0o755)
-    assert advice.resume_command("a b") == "`kernelformer train 'a b' --resume`"
+    assert resume_command("a b") == "`kernelformer train 'a b' --resume`"
 
 
 def test_what_is_advised_raises_the_bounds_that_options_have_raised(monkeypatch, tmp_path, short):
@@ -288,8 +289,8 @@ def test_what_is_advised_raises_the_bounds_that_options_have_raised(monkeypatch,
     monkeypatch.setattr(limits, "_given", {})
     assert call("--follow-links", "--limit", "max_layers=5000", "train", "bytes", "--out", short).exit_code == 2
     options = ["--limit", "max_layers=5000", "--follow-links"]
-    assert advised(advice.resume_command("x")) == [*options, "train", "x", "--resume"]
-    assert advised(advice.resume_command("x", "compare")) == [*options, "compare", "x", "--resume"]
+    assert advised(resume_command("x")) == [*options, "train", "x", "--resume"]
+    assert advised(resume_command("x", "compare")) == [*options, "compare", "x", "--resume"]
 
 
 def test_a_run_on_links_that_was_stopped_goes_on_by_the_command_that_it_names(monkeypatch, tmp_path):

@@ -12,7 +12,8 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from kernelformer.cli.app import app
-from kernelformer.conversion.readers import read_bytes, read_file_rows, read_lines
+from kernelformer.conversion.readers import read_bytes, read_lines
+from kernelformer_lab.data.files import read_file_rows
 from kernelformer_lab.tasks import make_task
 
 ROWS = "text,label\n" + "".join(f"good {i},{i % 2}\n" for i in range(40))

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from kernelformer.environment import peak, reset_peak
 from kernelformer_lab.data.shards import (
     INDEX,
     Shard,
@@ -26,6 +25,7 @@ from kernelformer_lab.data.shards import (
     verify,
 )
 from kernelformer_lab.data.sources import SPLITS
+from kernelformer_lab.memory import peak, reset_peak
 
 BYTES = {"name": "bytes", "file": None, "sha256": "", "end": None}
 

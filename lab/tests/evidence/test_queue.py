@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from kernelformer import timing
 from kernelformer.errors import TrainingError
-from kernelformer.timing import taking_timings, timings_under_way
+from kernelformer_lab.bench import timing
+from kernelformer_lab.bench.timing import taking_timings, timings_under_way
 from kernelformer_lab.evidence import queue
 from kernelformer_lab.evidence.base import Claim, Finding, Item, StudyPart, Training
 from kernelformer_lab.evidence.items import ITEMS, find_items
@@ -97,7 +97,7 @@ def test_timings_are_under_way_while_their_process_lives():
         assert timings_under_way()
     assert not timings_under_way()
     code = (
-        "import os, signal; from kernelformer.timing import taking_timings\n"
+        "import os, signal; from kernelformer_lab.bench.timing import taking_timings\n"
         "with taking_timings(): os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", code], env=os.environ).returncode == -signal.SIGKILL

@@ -1,4 +1,4 @@
-"""What can go wrong in the queue: it is said, the other jobs go on, and nothing that is on record is lost."""
+"""Failures in the queue are reported, the other jobs continue, and nothing that is on record is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `kernelformer list` explains, tables on narrow terminals, and states in one line."""
+"""Explanations of `kernelformer list`, tables on narrow terminals, and states in one line."""
 
 from __future__ import annotations
 

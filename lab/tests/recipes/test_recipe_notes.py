@@ -1,4 +1,4 @@
-"""What a recipe's note says is what its settings are, size by size."""
+"""A recipe's note agrees with its settings, size by size."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, Ll
 
 from kernelformer.hf.load import load_source
 from kernelformer_lab.studies import conversion as study
-from kernelformer_lab.studies.conversion import ConversionSettings, Quality, probe_accuracy
+from kernelformer_lab.studies.conversion import ConversionSettings, Quality, probe_right
 
 WORDS = [f"w{i}" for i in range(40)]
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
@@ -131,9 +131,9 @@ def test_a_probe_learns_what_a_line_can_tell():
     gen = torch.Generator().manual_seed(0)
     x = torch.randn(200, 6, generator=gen)
     y = (x[:, 0] + 2 * x[:, 3] > 0).long()
-    assert probe_accuracy((x[:150], y[:150]), (x[150:], y[150:])) > 0.95
+    assert probe_right((x[:150], y[:150]), (x[150:], y[150:])).double().mean() > 0.95
     shuffled = y[torch.randperm(200, generator=gen)]
-    assert probe_accuracy((x[:150], shuffled[:150]), (x[150:], shuffled[150:])) < 0.75
+    assert probe_right((x[:150], shuffled[:150]), (x[150:], shuffled[150:])).double().mean() < 0.75
 
 
 def test_a_probe_wants_labels(encoder, files, tmp_path):

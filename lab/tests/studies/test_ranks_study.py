@@ -54,7 +54,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def counted():
-    """What two ranks have sent in all cases, in one start of two processes."""
+    """Bytes that two ranks have sent in all cases, in one start of two processes."""
     return run_ranks(2, CASES, length=40, lengths=LENGTHS, rounds=0, softmax=0)
 
 

@@ -1,4 +1,4 @@
-"""What a converted decoder saves when it is served: the study's figures, and that it goes on where it was stopped."""
+"""Savings of a served converted decoder: the study's figures, and that it resumes where it was stopped."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def folder(tmp_path):
 
 
 def starts(dataset, text):
-    """Where the windows begin, by looking for them."""
+    """Starts of the windows, by looking for them."""
     return [text.index(bytes(item["input_ids"].tolist())) for item in dataset]
 
 

@@ -17,7 +17,7 @@ from kernelformer.models import MODELS, KernelformerConfig
 from kernelformer_lab.data import sources, tokenization
 from kernelformer_lab.data.batching import IGNORED
 from kernelformer_lab.data.byte_texts import fit_pairs
-from kernelformer_lab.data.tokenization import BYTE_TOKENS, SPECIAL, Vocabulary, load_tokenizer, vocabulary
+from kernelformer_lab.data.tokenization import BYTE_TOKENS, SPECIAL, Vocabulary, load_vocabulary, vocabulary
 from kernelformer_lab.recipes.papers.learned_kernels import GLUE
 from kernelformer_lab.tasks import make_task
 from kernelformer_lab.tasks.base import Outcome
@@ -150,25 +150,25 @@ def own_tokenizer(path, names, truncate=None):
 
 
 def test_a_users_vocabulary_has_its_own_special_tokens(tmp_path):
-    bert = load_tokenizer(own_tokenizer(tmp_path / "a.json", ["[CLS]", "[SEP]", "[MASK]", "[PAD]"], truncate=2))
+    bert = load_vocabulary(own_tokenizer(tmp_path / "a.json", ["[CLS]", "[SEP]", "[MASK]", "[PAD]"], truncate=2))
     assert (bert.pad, bert.bos, bert.eos, bert.mask, bert.sep, bert.size) == (3, 0, 1, 2, 1, 8)
     assert bert.encode("ka lo mi ka").tolist() == [4, 5, 6, 4]  # neither cut nor padded
     assert bert.ordinary().tolist() == [4, 5, 6]
     own_tokenizer(tmp_path / "t5" / "tokenizer.json", ["<pad>", "</s>"])
-    t5 = load_tokenizer(str(tmp_path / "t5"))
+    t5 = load_vocabulary(str(tmp_path / "t5"))
     assert (t5.pad, t5.bos, t5.eos, t5.mask, t5.sep) == (0, 0, 1, None, 1)
     own_tokenizer(tmp_path / "t5" / "tokenizer.json", ["<s>", "<pad>", "</s>"])
-    assert load_tokenizer(str(tmp_path / "t5")).pad == 1  # the new file
+    assert load_vocabulary(str(tmp_path / "t5")).pad == 1  # the new file
 
 
 def test_vocabularies_that_cannot_be_used_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"has no token for 'pad'; add one of <pad>, \[PAD\]"):
-        load_tokenizer(own_tokenizer(tmp_path / "a.json", ["</s>"]))
+        load_vocabulary(own_tokenizer(tmp_path / "a.json", ["</s>"]))
     with pytest.raises(ValueError, match=r"no file .*; tokenizer must be a tokenizer\.json, or a folder with one"):
-        load_tokenizer(str(tmp_path))
+        load_vocabulary(str(tmp_path))
     (tmp_path / "b.json").write_text("{}")
     with pytest.raises(ValueError, match=r"b\.json is not a tokenizer\.json"):
-        load_tokenizer(str(tmp_path / "b.json"))
+        load_vocabulary(str(tmp_path / "b.json"))
     place = own_tokenizer(tmp_path / "c.json", ["<pad>", "</s>", *(f"<{i}>" for i in range(300))])
     with pytest.raises(ValueError, match="has 306 tokens, more than vocab_size=300; leave vocab_size out"):
         make_task("sentences", tokenizer=place, vocab_size=300)
@@ -322,7 +322,7 @@ def test_a_users_vocabulary_serves_sentences_and_counts_as_data(tmp_path):
     assert again.fingerprint() != before
     assert again.split("train")[0]["input_ids"].tolist() == [1, 5, 7, 2]
     task.save_extra(tmp_path)
-    assert load_tokenizer(str(tmp_path)).size == 8
+    assert load_vocabulary(str(tmp_path)).size == 8
 
 
 def test_the_folder_of_a_run_is_a_vocabulary_whatever_a_recipe_says_of_letters(tmp_path):

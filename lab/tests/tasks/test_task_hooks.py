@@ -1,4 +1,4 @@
-"""What training asks of a task beyond batches: judging, remarks, files beside the model; and weights to start from."""
+"""Hooks of a task beyond batches: judging, remarks, files beside the model; and weights to start from."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ TEXTS = ["Grün ist\nschön.", "no", "a" * 70, "b" * 300]
 
 
 def texts(samples, name="input_ids"):
-    """What the tokens of a split say."""
+    """Texts of the tokens of a split."""
     return [bytes((x[name] - 1).tolist()).decode() for x in samples]
 
 

@@ -15,7 +15,7 @@ from transformers import TrainingArguments
 
 from kernelformer.models import MODELS, KernelformerConfig
 from kernelformer_lab.data import tokenization
-from kernelformer_lab.data.tokenization import SPECIAL, Vocabulary, load_tokenizer
+from kernelformer_lab.data.tokenization import SPECIAL, Vocabulary, load_vocabulary
 from kernelformer_lab.tasks import TASKS, make_task
 from kernelformer_lab.tasks.base import Outcome
 from kernelformer_lab.tasks.corpus import Corpus
@@ -222,7 +222,7 @@ def test_tokens_and_counts_are_kept_and_told_apart(tmp_path, monkeypatch):
 def test_the_vocabulary_is_saved_beside_the_model(tmp_path):
     task = words(tmp_path)
     task.save_extra(tmp_path)
-    assert load_tokenizer(str(tmp_path)).encode("ka lomi").tolist() == task.vocabulary().encode("ka lomi").tolist()
+    assert load_vocabulary(str(tmp_path)).encode("ka lomi").tolist() == task.vocabulary().encode("ka lomi").tolist()
 
 
 def test_tokens_are_kept_for_the_vocabulary_itself(tmp_path, monkeypatch):

@@ -14,8 +14,7 @@ from test_training import interrupted, losses, register, tiny
 from typer.testing import CliRunner
 
 from kernelformer.cli.app import app
-from kernelformer.commands import resume_command
-from kernelformer_lab.records import read_metrics, read_result
+from kernelformer_lab.records import read_metrics, read_result, resume_command
 from kernelformer_lab.training import StoppedError, TrainingError, evaluate, load_run, train
 from kernelformer_lab.training.inspection import newest_whole
 
@@ -68,7 +67,7 @@ def other_weights(path):
 
 
 class Code:
-    """What unpickling would run."""
+    """Code that unpickling would run."""
 
     def __reduce__(self):
         return print, ("this must not be run",)

@@ -1,4 +1,4 @@
-"""Which weights a run keeps: the last, or those of its best evaluation, whatever happens to the process."""
+"""Choice of the weights that a run keeps: the last, or those of its best evaluation, whatever happens."""
 
 from __future__ import annotations
 

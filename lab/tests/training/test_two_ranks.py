@@ -88,7 +88,7 @@ def test_two_processes_stop_together_survive_a_kill_and_learn_what_one_learns_wi
 
 
 def buffers(folder):
-    """What was drawn; how many forwards ago it was depends on the number of processes."""
+    """Draws so far; how many forwards ago it was depends on the number of processes."""
     model = KernelformerForCausalLM.from_pretrained(folder / "model")
     return {name: x for name, x in model.named_buffers() if not name.endswith(".age")}
 

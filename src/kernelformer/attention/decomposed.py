@@ -73,11 +73,6 @@ class Chunking:
 HEADROOM = 300.0  # factors of up to e^300, products of two up to e^600: float64 reaches from e^-708 to e^709
 
 
-def is_exporting() -> bool:
-    """Whether `torch.export` is tracing, so that operators are to be taken apart."""
-    return torch.compiler.is_exporting()
-
-
 def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The same in another dtype; a conversion that does nothing would still be two nodes of the graph."""
     return x if x.dtype == dtype else x.to(dtype)

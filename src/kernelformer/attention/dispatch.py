@@ -25,7 +25,6 @@ from torch import Tensor
 from kernelformer.attention import decomposed
 from kernelformer.attention.blocks import Shapes
 from kernelformer.attention.causal import causal_attention
-from kernelformer.attention.decomposed import is_exporting
 from kernelformer.attention.linear import linear_attention
 from kernelformer.attention.near_far import near_far_attention
 from kernelformer.attention.near_far_call import NearFarCall
@@ -44,6 +43,11 @@ ALIASES = {"parallel": "plain"}  # the name of earlier versions
 ACCELERATORS = ("cuda", "mps", "xpu")  # devices that wait for launches rather than for arithmetic
 # Time of a transformed number over that of a multiplication in a tile, measured; see `faster_by_fft`.
 TRANSFORM = 250.0
+
+
+def is_exporting() -> bool:
+    """Return True while `torch.export` traces a graph."""
+    return torch.compiler.is_exporting()
 
 
 def check_algorithm(algorithm: str | None, method: str, takes_loops: bool) -> str | None:

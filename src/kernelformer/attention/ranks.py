@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,7 @@ class Ranks:
         size: number of ranks, R.
         sent: bytes that this rank has given to others since it was made, each copy counted: what a formula for an
             exchange can be checked with.
+        checked: attention cores whose weights were compared with those of the other ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -58,6 +60,7 @@ class Ranks:
         if self.rank < 0:
             raise ValueError("this process does not belong to the group that a sequence is to be split over.")
         self.sent = 0
+        self.checked: WeakSet[object] = WeakSet()
 
     def gather_numbers(self, numbers: Tensor) -> Tensor:
         """Numbers (...) of every rank, (R, ...), without gradients; all ranks give the same shape."""
@@ -118,7 +121,7 @@ class Ranks:
 
     @property
     def device(self) -> torch.device:
-        """Where the group's backend wants small numbers."""
+        """Device on which the group's backend exchanges small numbers."""
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         if accelerator is None or "gloo" in str(dist.get_backend(self.group)):
             return torch.device("cpu")

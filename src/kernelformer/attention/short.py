@@ -118,7 +118,7 @@ class DirectWeights:
         return room
 
     def _sees_some(self, like: Tensor) -> Tensor:
-        """Which rows see any key, (N, R L) bool."""
+        """Mask of the rows that see any key, (N, R L)."""
         if self.hidden is None:
             return torch.ones_like(like)
         seen = ~self.hidden.unsqueeze(1)
@@ -150,7 +150,7 @@ RATES = (1.25, 1.75)
 
 
 def prefers_direct(s: Shapes, *, is_causal: bool) -> bool:
-    """Whether the matrix of weights costs less than sums over keys, by sizes alone."""
+    """True if the matrix of weights costs less than sums over keys, by sizes alone."""
     if min(s.B, s.L, s.S) == 0 or max(s.L, s.S) > LONGEST:
         return False
     queries = s.R * s.L
@@ -194,7 +194,7 @@ class _Block:
 
 
 def _visible(s: Shapes, is_causal: bool, work: Workspace) -> Tensor | None:
-    """Which keys the queries of a row may see, (R L, S) of ones and zeros; None means all."""
+    """Mask of the keys that the queries of a row may see, (R L, S) of ones and zeros; None means all."""
     return torch.ones(s.L, s.S, dtype=work.dtype, device=work.device).tril_().repeat(s.R, 1) if is_causal else None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -22,35 +22,31 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A map's tensors for the calls of a stream, and what they were made from.
+    """A map's tensors for the calls of a stream, and the weights that they were made from.
 
-    Weights are compared by their numbers, all in one go: versions do not count what is written through ``.data``.
+    Weights are compared by identity, memory and version counter, which counts all writes but those through ``.data``.
     """
 
     tensors: tuple[Tensor, ...]
-    weights: tuple[Tensor, ...] | None = None  # views of them; None: not to be kept
-    how: tuple[object, ...] = ()  # what else they depend on
-    flat: tuple[Tensor, ...] = ()  # the weights, (n) each, where there is something to compare
-    numbers: Tensor | None = None  # what they held
+    weights: tuple[Tensor, ...]
+    marks: tuple[tuple[int, int], ...]  # of the weights, see `mark`
+    how: tuple[object, ...]  # what else they depend on
 
     @staticmethod
     def of(tensors: Sequence[Tensor], weights: Sequence[Tensor], how: tuple[object, ...]) -> Prepared:
-        """To be kept as long as the weights stay what they are, if that can be seen without waiting for a device."""
-        if not all(x.device.type == "cpu" and x.is_contiguous() for x in weights):
-            return Prepared(tuple(tensors))
-        views = tuple(x.detach() for x in weights)
-        if not weights or {x.data_ptr() for x in tensors} <= {x.data_ptr() for x in weights}:
-            return Prepared(tuple(tensors), views, how)  # the tensors are views, too, and change with the weights
-        flat = tuple(x.view(-1) for x in views)
-        return Prepared(tuple(tensors), views, how, flat, torch.cat(flat))
+        """Record what tensors were made from."""
+        return Prepared(tuple(tensors), tuple(weights), tuple(map(mark, weights)), how)
 
     def made_from(self, weights: Sequence[Tensor], how: tuple[object, ...]) -> bool:
-        """Whether these are still the weights, in the same memory and with the same numbers, and all else is too."""
-        if self.weights is None or len(self.weights) != len(weights) or self.how != how:
+        """Return True if these are still the weights, unwritten since, and all else is the same too."""
+        if self.how != how or len(self.weights) != len(weights):
             return False
-        if not all(map(Tensor.is_set_to, weights, self.weights)):
-            return False
-        return self.numbers is None or torch.cat(self.flat).sub_(self.numbers).abs_().sum().item() == 0
+        return all(map(is_, weights, self.weights)) and tuple(map(mark, weights)) == self.marks
+
+
+def mark(x: Tensor) -> tuple[int, int]:
+    """Version and memory of a tensor; inference tensors have no version counter."""
+    return 0 if x.is_inference() else x._version, x.data_ptr()
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +63,6 @@ class State:
             are not looked at: after they have changed, start anew.
         fits: sizes and types of inputs that are known to go with it, so that a stream is checked once.
         near: the buffers that its last keys lie in, where a stream writes them in place.
-        quick: a weak reference to how the next step goes without checks, where all that they look at is the same; see
-            `modules.streaming`.
         last_id: (B), the segment that each sample is in, of a stream of packed sequences; the tensors hold no other.
     """
 
@@ -78,10 +72,9 @@ class State:
     fits: tuple[object, ...] = ()
     near: object | None = None
     last_id: Tensor | None = None
-    quick: Any = None
 
     def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "fits": (), "near": None, "quick": None}
+        return {**vars(self), "fits": (), "near": None}
 
     def __repr__(self) -> str:
         """One line: the method, how many tokens, and the tensors' shapes, size, types and devices."""
@@ -90,12 +83,6 @@ class State:
         kinds = [str(x.dtype).removeprefix("torch.") for x in self.tensors] + [str(x.device) for x in self.tensors]
         said = [methods or "unknown method", f"{self.length} tokens", f"shapes {shapes or 'none'}"]
         return f"{type(self).__name__}({', '.join([*said, human_bytes(self.nbytes), *dict.fromkeys(kinds)])})"
-
-    def take_quickly(self, core: object, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, State] | None:
-        """Attend with one token without checks; None where they are needed."""
-        way = None if self.quick is None else self.quick()
-        done: tuple[Tensor, State] | None = None if way is None else way.take(core, query, key, value, self)
-        return done
 
     @property
     def batch(self) -> int:
@@ -110,10 +97,12 @@ class State:
     def to(self, device: torch.device | str) -> State:
         """The same on another device."""
         last_id = None if self.last_id is None else self.last_id.to(device)
-        return replace(self, tensors=tuple(x.to(device) for x in self.tensors), fits=(), last_id=last_id, quick=None)
+        return replace(self, tensors=tuple(x.to(device) for x in self.tensors), fits=(), last_id=last_id)
 
     def detach(self) -> State:
         """The same, cut off from the graph: gradients of later tokens stop here."""
+        if not any(x.requires_grad for x in self.tensors):
+            return self
         return replace(self, tensors=tuple(x.detach() for x in self.tensors))
 
     def reorder(self, index: Tensor | Sequence[int]) -> State:
@@ -122,7 +111,7 @@ class State:
         order = order if order.numel() else order.long()  # torch takes [] for floats
         tensors = tuple(x.index_select(0, order.to(x.device)) for x in self.tensors)
         last_id = None if self.last_id is None else self.last_id[order.to(self.last_id.device)]
-        return replace(self, tensors=tensors, fits=(), last_id=last_id, quick=None)
+        return replace(self, tensors=tensors, fits=(), last_id=last_id)
 
     def fill(self, samples: Tensor, values: Sequence[float]) -> State:
         """The same with ``values[n]`` in all of tensor n of some samples, (B) bool."""

@@ -1,17 +1,54 @@
-"""One token at a time, with a state whose size does not depend on how many came before."""
+"""One token at a time, with a state whose size does not depend on how many came before.
+
+A step takes one key into the sums of the state, then answers the queries of one token. Tokens that the queries attend
+to one by one, those of a window and the sinks, come with their logits (`NearTokens`): of a positive map, whose features
+are like keys with the logits ``log phi_m(q) + log mass_m`` and the means as values, all are one softmax.
+
+Plain, differentiable operations of torch: a step can be exported, compiled and differentiated as it stands.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import cast
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kernelformer.attention.engine import Part
-from kernelformer.attention.positive import EMPTY, LOST
+from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.reference import GUARD
 from kernelformer.contract import PositiveSpec, SignedSpec, Spec, wide_dtype
+
+
+@dataclass(frozen=True)
+class NearTokens:
+    """Tokens that the queries of a step attend to one by one.
+
+    Args:
+        logits: (B, G, R, n) each, on the scale of the kernel itself; EMPTY where a token is hidden.
+        values: (B, G, n, E) each; those of hidden tokens are 0.
+        factor: the log factor of the sums, (G, R, 1) or None.
+        fades: whether the sums lose weight from token to token, so that those of every map have a log scale.
+        may_hide: whether a token whose value is not 0 may be hidden.
+    """
+
+    logits: Sequence[Tensor]
+    values: Sequence[Tensor]
+    factor: Tensor | None = None
+    fades: bool = False
+    may_hide: bool = False
+
+    def attend(self) -> Tensor:
+        """Attend to these tokens alone: (B, G, R, E)."""
+        logits = torch.cat(list(self.logits), -1)
+        shares = logits.softmax(-1)
+        if self.may_hide:
+            shares = shares.masked_fill(logits < EMPTY / 2, 0)
+        parts = shares.split([x.shape[2] for x in self.values], -1)
+        out: Tensor = parts[0] @ self.values[0]
+        for share, x in zip(parts[1:], self.values[1:], strict=True):
+            out = out + share @ x
+        return out
 
 
 def step(
@@ -25,8 +62,9 @@ def step(
     scale: float,
     key_mask: Tensor | None = None,
     normalize: bool = True,
+    near: NearTokens | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Take in one key and value, then answer one query.
+    """Take one key and value into the state, then answer the queries of one token.
 
     Args:
         spec: of the map.
@@ -38,6 +76,7 @@ def step(
         scale: the map sees ``sqrt(scale) x``.
         key_mask: (B, 1) bool, True = attend.
         normalize: divide by the sum of the weights.
+        near: tokens that are not in the sums, under the same normalization.
 
     Returns:
         (B, H, 1, E) and the tensors of the state after.
@@ -49,52 +88,83 @@ def step(
         key, value = key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
     batch, heads, _, width = query.shape
     groups = key.shape[1]
-    query = query.reshape(batch, groups, heads // groups, width)  # (B, G, R, D): the group's queries as rows
-    if spec.family == "positive":
-        out, after = _positive(cast(PositiveSpec, spec), tensors, query, key, value, state, scale, hidden, normalize)
+    rows = query.reshape(batch, groups, heads // groups, width)  # (B, G, R, D): the group's queries as rows
+    after: tuple[Tensor, ...]
+    if isinstance(spec, PositiveSpec):
+        new, logits = map_positive(spec, tensors, rows, key, scale, shares=normalize and near is None)
+        out, after = step_positive(new, logits, value, state, hidden=hidden, normalize=normalize, near=near)
     else:
-        out, after = _signed(cast(SignedSpec, spec), tensors, query, key, value, state, scale, hidden, normalize)
+        assert isinstance(spec, SignedSpec)
+        cancels = normalize and near is None
+        fades = near is not None and near.fades
+        after = _take_signed(spec, tensors, key, value, state, scale, hidden, cancels, normalize, fades)
+        phi_q, factor = spec.features(rows, tensors, scale, "query", cancels)
+        if near is None:
+            out = answer_signed(spec, phi_q, factor, after, normalize)
+        else:
+            out = _merge_signed(spec, phi_q, factor, after, near)
     return out.reshape(batch, heads, 1, value.shape[-1]), after
 
 
-def _positive(
-    spec: PositiveSpec,
-    tensors: Sequence[Tensor],
-    query: Tensor,
-    key: Tensor,
+def map_positive(
+    spec: PositiveSpec, tensors: Sequence[Tensor], rows: Tensor, key: Tensor, scale: float, *, shares: bool
+) -> tuple[Tensor, Tensor]:
+    """Log features of keys (B, G, n, M) and of queries (B, G, R, M); by one product where they are tied.
+
+    Args:
+        spec: of the map.
+        tensors: of the map.
+        rows: queries (B, G, R, D).
+        key: (B, G, n, D).
+        scale: the map sees ``sqrt(scale) x``.
+        shares: leave out what cancels under normalization.
+    """
+    features = spec.log_shares if shares else spec.log_features
+    if not spec.tied:
+        return features(key, tensors, scale, "key"), features(rows, tensors, scale, "query")
+    both = features(torch.cat((key, rows), 2), tensors, scale, "key")
+    new, logits = both.split((key.shape[2], rows.shape[2]), 2)
+    return new, logits
+
+
+def step_positive(
+    new: Tensor,
+    logits: Tensor,
     value: Tensor,
     state: Sequence[Tensor],
-    scale: float,
-    hidden: Tensor | None,
-    normalize: bool,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    new, logits = _map_positive(spec, tensors, query, key, scale, normalize)
-    after = _take_positive(new, value, state, hidden)
-    return answer_positive(logits, *after, normalize), after
+    *,
+    hidden: Tensor | None = None,
+    normalize: bool = True,
+    near: NearTokens | None = None,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """The `step` of a positive map, from the log features of the key and of the queries.
 
+    Args:
+        new: of the key, (B, G, 1, M).
+        logits: of the queries, (B, G, R, M).
+        value: (B, G, 1, E).
+        state: log masses (B, G, M, 1) and means (B, G, M, E) of the features.
+        hidden: (B, 1, 1, 1) bool, whether the key is not to be taken in; its value is 0 then.
+        normalize: divide by the sum of the weights.
+        near: see `step`.
 
-def _map_positive(
-    spec: PositiveSpec, tensors: Sequence[Tensor], query: Tensor, key: Tensor, scale: float, normalize: bool
-) -> tuple[Tensor, Tensor]:
-    """Log features of a key, (B, G, M, 1), and of the queries (B, G, R, M); by one product where they are tied."""
-    features = spec.log_shares if normalize else spec.log_features
-    if spec.tied:
-        both = features(torch.cat([key, query], 2), tensors, scale, "key")
-        new, logits = both[:, :, :1], both[:, :, 1:]
-    else:
-        new, logits = features(key, tensors, scale, "key"), features(query, tensors, scale, "query")
-    return new.transpose(-1, -2), logits
-
-
-def _take_positive(new: Tensor, value: Tensor, state: Sequence[Tensor], hidden: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The state with a key in it, by its log features (B, G, M, 1)."""
+    Returns:
+        (B, G, R, E) and the state after.
+    """
     log_mass, mean = state
     if hidden is not None:
         new = new.masked_fill(hidden, EMPTY)
     # A logarithm of 10 in float32 cannot tell 1,000,000 tokens from 1,000,001, and loses digits long before.
-    new = new.to(wide_dtype(new))
-    total = log_add(log_mass.to(new.dtype), new)
-    return total, torch.lerp(mean, value, (new - total).to(mean.dtype).exp())  # old and new shares add up to 1
+    new = new.transpose(-1, -2).to(wide_dtype(new))
+    log_mass = log_mass.to(new.dtype)
+    total = log_add(log_mass, new)
+    mean = torch.lerp(mean, value, (new - log_mass).to(mean.dtype).sigmoid())
+    if near is None:
+        return answer_positive(logits, total, mean, normalize), (total, mean)
+    logits = logits + total.to(mean.dtype).transpose(-1, -2)
+    logits = logits if near.factor is None else logits + near.factor
+    every = NearTokens([*near.logits, logits], [*near.values, mean], may_hide=near.may_hide)
+    return every.attend(), (total, mean)
 
 
 def log_add(a: Tensor, b: Tensor) -> Tensor:
@@ -114,22 +184,6 @@ def answer_positive(logits: Tensor, log_mass: Tensor, mean: Tensor, normalize: b
     return out * root * root
 
 
-def _signed(
-    spec: SignedSpec,
-    tensors: Sequence[Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    state: Sequence[Tensor],
-    scale: float,
-    hidden: Tensor | None,
-    normalize: bool,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    after = _take_signed(spec, tensors, key, value, state, scale, hidden, normalize, guard=normalize)
-    phi_q, factor = spec.features(query, tensors, scale, "query", normalize)
-    return answer_signed(spec, phi_q, factor, after, normalize), after
-
-
 def _take_signed(
     spec: SignedSpec,
     tensors: Sequence[Tensor],
@@ -138,20 +192,19 @@ def _take_signed(
     state: Sequence[Tensor],
     scale: float,
     hidden: Tensor | None,
-    normalize: bool,
-    guard: bool = True,
-    fades: bool = False,
+    cancels: bool,
+    guard: bool,
+    fades: bool,
 ) -> tuple[Tensor, ...]:
     """The state with a key (B, G, 1, D) in it."""
     log_scale, kv, k_sum, norm_sum = state
-    phi_k, factor = spec.features(key, tensors, scale, "key", normalize)
+    phi_k, factor = spec.features(key, tensors, scale, "key", cancels)
     if fades and factor is None:
         factor = torch.zeros_like(phi_k[..., :1])
     if hidden is not None:
         phi_k = phi_k.masked_fill(hidden, 0)
         factor = None if factor is None else factor.masked_fill(hidden, EMPTY)
-    length = spec.length(normalize)
-    norm_k = phi_k.norm(dim=-1, keepdim=True) if length is None else phi_k.new_full((*phi_k.shape[:-1], 1), length)
+    norm_k = _lengths(spec, phi_k, cancels)
     if hidden is not None:
         norm_k = norm_k.masked_fill(hidden, 0)
     if factor is not None:
@@ -165,6 +218,33 @@ def _take_signed(
     if guard and spec.guarded:
         norm_sum = norm_sum + norm_k
     return log_scale, kv, k_sum, norm_sum
+
+
+def _lengths(spec: SignedSpec, phi: Tensor, cancels: bool) -> Tensor:
+    """``|phi|`` of rows (..., 1), as the guard takes it."""
+    length = spec.length(cancels)
+    return phi.norm(dim=-1, keepdim=True) if length is None else phi.new_full((*phi.shape[:-1], 1), length)
+
+
+def _merge_signed(
+    spec: SignedSpec, phi: Tensor, factor: Tensor | None, state: Sequence[Tensor], near: NearTokens
+) -> Tensor:
+    """Attend to near tokens and to the sums of the state by features (B, G, R, M) of the queries: (B, G, R, E)."""
+    log_scale, kv, k_sum, norm_sum = state
+    den = phi @ k_sum
+    guard = _lengths(spec, phi, False) * norm_sum if spec.guarded else None
+    empty = den == 0 if guard is None else (den == 0) & (guard == 0)
+    log = torch.zeros_like(den) if factor is None else factor
+    log = log if factor is None and not near.fades else log + log_scale
+    log = log if near.factor is None else log + near.factor
+    log, log_near = log.masked_fill(empty, EMPTY), torch.cat(list(near.logits), -1).logsumexp(-1, keepdim=True)
+    top = torch.maximum(log, log_near)
+    left, right = (log_near - top).exp(), (log - top).exp()
+    num, total = near.attend() * left + phi @ kv * right, left + den * right
+    if guard is not None:
+        total = torch.maximum(total, GUARD * (left + guard * right))
+    some = (top > EMPTY / 2) & (total > torch.finfo(total.dtype).tiny)
+    return torch.where(some, num / torch.where(some, total, 1.0), 0.0)
 
 
 def answer_signed(
@@ -187,65 +267,6 @@ def answer_signed(
     return torch.where(some, out / torch.where(some, den, 1.0), 0.0)
 
 
-def far_logits(
-    spec: PositiveSpec,
-    tensors: Sequence[Tensor],
-    query: Tensor,
-    token: tuple[Tensor, Tensor, Tensor | None],
-    state: Sequence[Tensor],
-    scale: float,
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """As `far_step` of a positive map, whose features are like keys: log weights (B, G, R, M) of the state's means."""
-    key, value, hidden = token
-    new, logits = _map_positive(spec, tensors, query, key, scale, False)
-    total, mean = _take_positive(new, value, state, hidden)
-    return logits + total.to(mean.dtype).transpose(-1, -2), (total, mean)
-
-
-def far_step(
-    spec: Spec,
-    tensors: Sequence[Tensor],
-    query: Tensor,
-    token: tuple[Tensor, Tensor, Tensor | None],
-    state: Sequence[Tensor],
-    scale: float,
-    fades: bool = False,
-) -> tuple[Part, tuple[Tensor, ...]]:
-    """Take in a key and value, then sum up what the state gives to queries, on the scale of the kernel itself.
-
-    Args:
-        spec: of the map.
-        tensors: of the map.
-        query: (B, G, R, D) in the dtype of the arithmetic.
-        token: key (B, G, 1, D), value (B, G, 1, E), and whether it is hidden, (B, 1, 1, 1) bool or None.
-        state: tensors of the state before, (B, G, ...).
-        scale: the map sees ``sqrt(scale) x``.
-        fades: whether the sums lose weight from token to token, so that those of every map have a log scale.
-
-    Returns:
-        sums (B, G, R, ...), and the tensors of the state after.
-    """
-    key, value, hidden = token
-    if isinstance(spec, PositiveSpec):
-        logits, (total, mean) = far_logits(spec, tensors, query, token, state, scale)
-        return Part(logits.softmax(-1) @ mean, logits.logsumexp(-1)), (total, mean)
-    assert isinstance(spec, SignedSpec)
-    after = _take_signed(spec, tensors, key, value, state, scale, hidden, False, fades=fades)
-    phi, factor = spec.features(query, tensors, scale, "query", False)
-    log_scale, kv, k_sum, norm_sum = after
-    den, guard = (phi @ k_sum).squeeze(-1), None
-    empty = den == 0
-    if spec.guarded:
-        length = spec.length(False)
-        norm = phi.norm(dim=-1) if length is None else phi.new_full(phi.shape[:-1], length)
-        guard = norm * norm_sum.squeeze(-1)
-        empty = empty & (guard == 0)
-    if fades and factor is None:
-        factor = torch.zeros_like(phi[..., :1])
-    log = torch.zeros_like(den) if factor is None else (factor + log_scale).squeeze(-1)
-    return Part(phi @ kv, log.masked_fill(empty, EMPTY), den, guard), after
-
-
 def read(
     spec: Spec,
     tensors: Sequence[Tensor],
@@ -262,121 +283,11 @@ def read(
     batch, heads, length, width = query.shape
     groups = state[1].shape[1]
     rows = query.reshape(batch, groups, heads // groups * length, width)
-    if spec.family == "positive":
-        positive = cast(PositiveSpec, spec)
-        features = positive.log_shares if normalize else positive.log_features
+    if isinstance(spec, PositiveSpec):
+        features = spec.log_shares if normalize else spec.log_features
         out = answer_positive(features(rows, tensors, scale, "query"), state[0], state[1], normalize)
     else:
-        signed = cast(SignedSpec, spec)
-        phi_q, factor = signed.features(rows, tensors, scale, "query", normalize)
-        out = answer_signed(signed, phi_q, factor, state, normalize)
+        assert isinstance(spec, SignedSpec)
+        phi_q, factor = spec.features(rows, tensors, scale, "query", normalize)
+        out = answer_signed(spec, phi_q, factor, state, normalize)
     return out.reshape(batch, heads, length, out.shape[-1])
-
-
-def step_near(
-    logits: Tensor,
-    logs: Tensor,
-    values: Tensor,
-    bias: Tensor,
-    sums: Sequence[Tensor],
-    *,
-    slope: Tensor | None = None,
-) -> tuple[Tensor, list[Tensor]] | None:
-    """One query with a relative bias: near keys one by one, older ones by their sums (see `relative`).
-
-    Args:
-        logits: (B, H, 1, M), log features of the query under a positive map.
-        logs: (B, H, n, M), those of near keys, the last one at distance 0; the first one leaves for the sums. -inf
-            where a key is hidden.
-        values: (B, H, n, E).
-        bias: (H, n) at distances n - 1 to 0; older keys have the first one's.
-        sums: shift (B, H, 1, M), kv (B, H, M, E), ks (B, H, M, 1), ns.
-        slope: (H), what the bias of the sums falls by per token.
-
-    Returns:
-        (B, H, 1, E) and the sums after the step, or None where a row is too small for float range: then `relative` does
-        it.
-    """
-    shift, kv, ks, ns = sums
-    top = torch.maximum(logs.amax(2, keepdim=True), shift).clamp_min_(EMPTY)
-    left = logits + top
-    left = left.sub_(left.amax(3, keepdim=True)).exp_()
-    peak = bias.amax(1, keepdim=True).clamp_min_(EMPTY)
-    factors = (bias - peak).exp_().unsqueeze(1)
-    weights = (left @ (logs - top).exp_().transpose(2, 3)).mul_(factors)
-    far = (shift - top).exp_().mul_(factors[:, :, :1]).mul_(left)
-    num, den = (weights @ values).add_(far @ kv), weights.sum(3, keepdim=True).add_(far @ ks)
-    if bool((den < LOST).any()):
-        return None
-    gone = logs[:, :, :1]
-    new = torch.maximum(shift, gone)
-    keep, add = (shift - new).exp_().transpose(2, 3), (gone - new).exp_().transpose(2, 3)
-    after = [new, torch.addcmul(kv * keep, add, values[:, :, :1]), torch.addcmul(add, ks, keep), ns]
-    if slope is not None:
-        after[0] = new - slope.to(new).view(1, -1, 1, 1)
-    return num.div_(den), after
-
-
-Logs = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-def log_rows(spec: PositiveSpec, tensors: Sequence[Tensor], scale: float) -> Logs:
-    """A function of a key (B, G, 1, D) and queries (B, H, 1, D) that gives their `log_shares`, (B G, M) and (B H, M).
-
-    They are in memory of their own.
-    """
-    product = spec.bind_rows(tensors, scale)
-
-    def by_product(key: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
-        assert product is not None
-        width = key.shape[3]
-        keys = key.reshape(-1, width)
-        both = product(torch.cat((keys, query.reshape(-1, width))))
-        return both[: keys.shape[0]], both[keys.shape[0] :]
-
-    def by_formula(key: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
-        batch, groups, _, width = key.shape
-        rows = query.reshape(batch, groups, query.shape[1] // groups, width)
-        if spec.tied:
-            both = spec.log_shares(torch.cat((key, rows), 2), tensors, scale, "key")
-            new, logits = both[:, :, :1], both[:, :, 1:]
-        else:  # copies, since a formula may give its argument back, and what it gives is written to
-            new = spec.log_shares(key.clone(), tensors, scale, "key")
-            logits = spec.log_shares(rows.clone(), tensors, scale, "query")
-        return new.reshape(batch * groups, new.shape[3]), logits.reshape(-1, logits.shape[3])
-
-    return by_formula if product is None else by_product
-
-
-def quick_step(
-    logs: Logs, query: Tensor, key: Tensor, value: Tensor, state: Sequence[Tensor]
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Take in one key and value, then answer one query.
-
-    Args:
-        logs: see `log_rows`.
-        query: (B, H, 1, D) in the dtype of the arithmetic.
-        key: (B, G, 1, D), likewise.
-        value: (B, G, 1, E), likewise.
-        state: log_mass (B, G, M, 1) and mean (B, G, M, E) before it.
-
-    Returns:
-        (B, H, 1, E) and the tensors of the state after.
-    """
-    new, logits = logs(key, query)
-    rows, features = new.shape  # B G, M
-    log_mass, mean = state
-    before = log_mass.reshape(rows, features)
-    if before.dtype != torch.float64:  # as after a prefill; see `recurrent`
-        before = before.double()
-    total = torch.logaddexp(before, new)
-    share = new.sub_(before).sigmoid_()
-    width = mean.shape[3]
-    means = torch.lerp(mean.reshape(rows, features, width), value.reshape(rows, 1, width), share.unsqueeze(2))
-    groups = query.shape[1] // key.shape[1]
-    if groups == 1:
-        weights = logits.add_(total).softmax(1).unsqueeze(1)
-    else:
-        weights = logits.view(rows, groups, features).add_(total.unsqueeze(1)).softmax(2)
-    out = torch.bmm(weights, means).view(*query.shape[:2], 1, width)
-    return out, (total.view(log_mass.shape), means.view(mean.shape))

@@ -35,10 +35,10 @@ def advise(
         for table in report.tables(advice):
             console.print(table)
         for remark in (*advice.remarks, *(f"left out for time: {x}" for x in advice.left_out)):
-            console.print(f"note: {remark}", highlight=False, markup=False)
+            console.print(f"note: {remark}")
         for line in report.verdict(advice):
-            console.print(line, highlight=False, markup=False)
+            console.print(line)
         for line in report.paste_lines(advice):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            console.print(line, soft_wrap=True)
         if out is not None:
             console.print(f"page: {out / 'advice.html'}   figures: {out / 'advice.json'}")

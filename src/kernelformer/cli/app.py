@@ -5,6 +5,9 @@ Other distributions add theirs by an entry point of the group ``kernelformer.com
 
 from __future__ import annotations
 
+import os
+import sys
+from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Annotated, ClassVar
 
@@ -74,17 +77,9 @@ COMMANDS = {
         "Continue a text with a converted decoder, in constant memory.",
         (('linear --prompt "Once upon a time" --tokens 200', "with a converted decoder"),),
     ),
-    "attention": Entry(
-        "kernelformer.cli.pictures:attention",
-        PRETRAINED,
-        "Draw attention matrices of a model and of its converted copy, side by side (Performer, App. C.4).",
-        (
-            ('MODEL linear --prompt "A sentence."', "out/attention.png"),
-            ("MODEL --attention favor+ --layers 0-3 --heads 0,1", "without a converted model"),
-        ),
-    ),
 }
-LABORATORY = ("demo", "prepare", "train", "evaluate", "compare", "translate", "bench", "reproduce", "results", "study")
+LABORATORY: tuple[str, ...] = ("demo", "prepare", "train", "evaluate", "compare", "translate", "bench", "attention")
+LABORATORY += ("reproduce", "results", "study")
 
 
 def _entries() -> dict[str, Entry]:
@@ -102,7 +97,7 @@ class Program(Group):
 
     entries = _entries()
     missing: ClassVar[dict[str, str]] = dict.fromkeys(
-        (x for x in LABORATORY), "install the laboratory by pip install kernelformer-lab"
+        LABORATORY, "install the laboratory by pip install kernelformer-lab"
     )
 
 
@@ -130,12 +125,22 @@ def _options(
         list[str] | None,
         typer.Option("--limit", help="raise a bound on what files may ask for, as the error says: max_layers=5000"),
     ] = None,
+    modules: Annotated[
+        list[str] | None,
+        typer.Option("--import", metavar="MODULE", help="import a module, which registers methods of its own"),
+    ] = None,
     follow_links: Annotated[
         bool, typer.Option("--follow-links", help="let links lead out of a folder of data or of a model")
     ] = False,
 ) -> None:
     """Linear-time attention by kernels."""
     with plain_errors():
+        for module in modules or ():
+            sys.path[:0] = [x for x in (os.getcwd(),) if x not in sys.path]  # a script installed by pip leaves it out
+            try:
+                import_module(module)
+            except ImportError as problem:
+                raise ValueError(f"--import {module}: {problem}.") from None
         for text in limits or ():
             name, _, value = text.partition("=")
             if not value.isdecimal():

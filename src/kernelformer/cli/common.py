@@ -81,7 +81,6 @@ def text_column(template: str) -> TextColumn:
 
 console = VisibleConsole(width=None if sys.stdout.isatty() else 140)  # a pipe has room for a table
 errors = VisibleConsole(stderr=True, soft_wrap=True)  # a path stays in one piece
-PICTURES = (".png", ".pdf", ".svg", ".jpg")
 
 
 def _redirect(wanted: bool) -> bool:
@@ -170,13 +169,6 @@ def target(path: Path) -> Path:
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise ValueError(f"{path} cannot be written; give another --out.")
     return path
-
-
-def picture_in(out: Path, name: str) -> Path:
-    """Path of a picture in the folder --out, which is made; raises if --out is itself a picture."""
-    if out.suffix.lower() in PICTURES and not out.is_dir():
-        raise ValueError(f"--out takes a folder, in which the picture is {name}, got the path of a picture: {out}.")
-    return target(out / name)
 
 
 def literal_text(prompt: str | None, text: str | None) -> str | None:

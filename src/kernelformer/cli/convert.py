@@ -37,11 +37,11 @@ def convert(
         for table in conversion_report.tables(result):
             console.print(table)
         for what, used in result.texts.items():
-            console.print(f"{what} {used}", highlight=False, markup=False)
+            console.print(f"{what} {used}")
         for remark in result.remarks:
             console.print(f"note: {remark}")
         for line in judgement.remarks(result.judged):
-            console.print(line, highlight=False, markup=False)
+            console.print(line)
         console.print(f"model: {target}   figures: {target / 'report.json'}")
 
 

@@ -28,16 +28,15 @@ def export(
         with following() as job:
             result = export_folder(folder, out, settings, log=job.log)
         files = ", ".join(f"{name} ({human_bytes(size)})" for name, size in result.files.items() if ".onnx" in name)
-        console.print(f"{result.kind} as ONNX, opset {result.opset}: {files}", highlight=False)
+        console.print(f"{result.kind} as ONNX, opset {result.opset}: {files}")
         found = result.differences
         steps = "" if found.steps is None else f", {settings.steps} steps {found.steps:.1e}"
         console.print(
             f"largest difference from torch, over the largest output: sequences {found.sequences:.1e}, padded "
             f"{found.padded:.1e}{steps}",
-            highlight=False,
         )
         if result.grows:
             layers = ", ".join(map(str, result.grows))
             console.print(f"note: the state of layers {layers} keeps every key, and grows with the text")
         name = next(x for x in result.files if x in ("generate.py", "run.py"))
-        console.print(f"without torch: python {result.folder / name}", highlight=False, markup=False)
+        console.print(f"without torch: python {result.folder / name}")

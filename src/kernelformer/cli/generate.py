@@ -15,16 +15,19 @@ from kernelformer.models.saved import load_saved, model_folder
 from kernelformer.settings import SEED
 
 PROMPT = "def "
+Text = Annotated[str | None, typer.Option(help="file with what comes before, instead of --prompt")]
+Temperature = Annotated[float, typer.Option(min=0, help="0 takes the likeliest each time")]
+Seed = Annotated[int, typer.Option(min=0, help=f"{SEED} of the sampling")]
 
 
 def generate(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="of a saved model or of a finished run")],
     prompt: Annotated[str | None, typer.Option(help=f"what comes before; default: {PROMPT!r}")] = None,
-    text: Annotated[str | None, typer.Option(help="file with what comes before, instead of --prompt")] = None,
+    text: Text = None,
     tokens: Annotated[int, typer.Option(min=1, help="bytes to write")] = 500,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest each time")] = 0.8,
+    temperature: Temperature = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="likeliest bytes to draw from; 0: all")] = 0,
-    seed: Annotated[int, typer.Option(min=0, help=f"{SEED} of the sampling")] = 0,
+    seed: Seed = 0,
     threads: Threads = None,
 ) -> None:
     """Write text with a trained language model, in constant memory where its attention has a feature map."""
@@ -59,11 +62,11 @@ def write_sample(model: KernelformerForCausalLM, prompt: str, **settings: Any) -
 def continue_(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="of a converted decoder")],
     prompt: Annotated[str | None, typer.Option(help="what comes before")] = None,
-    text: Annotated[str | None, typer.Option(help="file with what comes before, instead of --prompt")] = None,
+    text: Text = None,
     tokens: Annotated[int, typer.Option(min=1, help="tokens to write")] = 200,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest each time")] = 0.8,
+    temperature: Temperature = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="likeliest tokens to draw from; 0: all")] = 50,
-    seed: Annotated[int, typer.Option(min=0, help=f"{SEED} of the sampling")] = 0,
+    seed: Seed = 0,
     threads: Threads = None,
 ) -> None:
     """Continue a text with a converted decoder, in constant memory."""

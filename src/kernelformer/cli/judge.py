@@ -34,5 +34,5 @@ def judge(
         for table in judgement_tables(result):
             console.print(table)
         for line in remarks(result):
-            console.print(line, highlight=False, markup=False)
+            console.print(line)
         console.print(f"figures: {folder / 'report.json'}   model card: {folder / 'README.md'}")

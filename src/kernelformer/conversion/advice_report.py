@@ -430,19 +430,30 @@ Lines = dict[str, tuple[Sequence[float], Sequence[float]]]  # by label, x and y
 
 
 def _pictures(advice: Advice) -> list[Drawing]:
-    calls = "attention, in the order of the calls"
+    best: dict[str, Trial] = {}  # of each method
+    for trial in sorted(advice.trials, key=lambda x: x.errors.mean):
+        best.setdefault(trial.candidate.method, trial)
+    shares = {
+        "near (64 tokens)": [statistics.fmean(x.near[64]) for x in advice.profiles],
+        "first 4": [statistics.fmean(x.first[4]) for x in advice.profiles],
+        "far": [statistics.fmean(x.far) for x in advice.profiles],
+    }
+    numbers, calls = range(len(advice.calls)), {"xlabel": "attention, in the order of the calls"}
+    errors: Lines = {x.label: (numbers, x.errors.layers) for x in best.values()}
+    mass: Lines = {label: (numbers, values) for label, values in shares.items()}
     drawn = [
-        _lines(
-            "errors", "Error of each attention", _errors(advice), xlabel=calls, ylabel="relative error", yscale="log"
-        ),
-        _lines("mass", "Where the weight of a query is", _mass(advice), xlabel=calls, ylabel="share", ylim=(0, 1.02)),
+        _lines("errors", "Error of each attention", errors, **calls, ylabel="relative error", yscale="log"),
+        _lines("mass", "Where the weight of a query is", mass, **calls, ylabel="share", ylim=(0, 1.02)),
     ]
     title = f"{advice.kind} against the mean error"
     told = [f"{x.label} {x.figure.value:.4g} at {x.errors.mean:.3g}" for x in advice.trials if x.figure is not None]
     drawn.append(figure("runs", title, ", ".join(told), lambda axis: _draw_runs(axis, advice)))
     if advice.curve:
         scales = {"xlabel": "tokens", "ylabel": "seconds", "xscale": "log", "yscale": "log"}
-        drawn.append(_lines("times", "Time by length", _times(advice), **scales))
+        lengths = [x.length for x in advice.curve]
+        times: Lines = {advice.chosen: (lengths, [x.seconds for x in advice.curve])}
+        times["exact"] = lengths, [x.exact for x in advice.curve]
+        drawn.append(_lines("times", "Time by length", times, **scales))
     return drawn
 
 
@@ -457,31 +468,6 @@ def _lines(name: str, title: str, lines: Lines, **axes: Any) -> Drawing:
     keys = [(legend_key(f"{name}{i}", i), label) for i, label in enumerate(lines)]
     told = ", ".join(f"{label} from {y[0]:.3g} to {y[-1]:.3g}" for label, (_, y) in lines.items() if y)
     return figure(name, title, told, draw, legend=keys)
-
-
-def _errors(advice: Advice) -> Lines:
-    """Error by attention, of the best trial of each method."""
-    best: dict[str, Any] = {}
-    for x in sorted(advice.trials, key=lambda x: x.errors.mean):
-        best.setdefault(x.candidate.method, x)
-    return {x.label: (range(len(advice.calls)), x.errors.layers) for x in best.values()}
-
-
-def _mass(advice: Advice) -> Lines:
-    shares = {
-        "near (64 tokens)": [statistics.fmean(x.near[64]) for x in advice.profiles],
-        "first 4": [statistics.fmean(x.first[4]) for x in advice.profiles],
-        "far": [statistics.fmean(x.far) for x in advice.profiles],
-    }
-    return {label: (range(len(advice.calls)), values) for label, values in shares.items()}
-
-
-def _times(advice: Advice) -> Lines:
-    lengths = [x.length for x in advice.curve]
-    return {
-        advice.chosen: (lengths, [x.seconds for x in advice.curve]),
-        "exact": (lengths, [x.exact for x in advice.curve]),
-    }
 
 
 def _draw_runs(axis: Any, advice: Advice) -> None:

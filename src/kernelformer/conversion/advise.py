@@ -443,7 +443,8 @@ def check(
     """
     trials = Trials(model, batches, others, advice.kind == RATIO, looked=0)
     run = [x for x in advice.trials if x.figure is not None and not x.fitted]
-    predicted = sorted((x for x in advice.trials if x.expected is not None and not x.fitted), key=_expected_loss)
+    predicted = [x for x in advice.trials if x.expected is not None and not x.fitted]
+    predicted.sort(key=lambda x: x.expected.loss)  # type: ignore[union-attr]
     some = predicted[:: max(1, -(-len(predicted) // CHECKED))]
     for trial in [*run[:CHECKED], *some]:
         log(f"checking {trial.label}")
@@ -453,11 +454,6 @@ def check(
         way = "predicted" if trial.figure is None else "measured"
         candidate = trial.candidate
         advice.checks.append(Check(trial.label, candidate.spec, candidate.size, expected, way, got))
-
-
-def _expected_loss(trial: Trial) -> float:
-    assert trial.expected is not None
-    return trial.expected.loss
 
 
 def run(source: str | Path, settings: AdviseSettings, out: Path | None = None, log: Log = lambda _: None) -> Advice:

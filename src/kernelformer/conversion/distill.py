@@ -219,21 +219,16 @@ class Distillation:
         self.setting, self.checkpoint, self.log, self.inputs = job.setting, checkpoint, job.log, job.evaluation.batches
         self.rows: TextRows = rows_for(job.origin, job.texts.training, job.result.length)
         self.repeats = repeats_for(job.origin, job.student, self.setting)
-        self._say_repeats()
+        if self.repeats is not None:
+            share, gap, length = self.repeats.share, self.repeats.gap, self.result.length
+            said = f"rows of {length} tokens have no room for passages that come again after {gap} tokens"
+            if self.repeats.fits(max(map(len, self.rows.rows))):
+                rows = "the rows to learn from and of those held out"
+                said = f"in {share:.0%} of {rows}, passages come again after {gap} tokens or more"
+            self.result.remarks.append(said)
         self.held_out = self._held_out()
         self.lora: Lora | None = None
         self.draws: list[tuple[int, int]] = []  # rows and seed of each stage
-
-    def _say_repeats(self) -> None:
-        if self.repeats is None:
-            return
-        share, gap = self.repeats.share, self.repeats.gap
-        if self.repeats.fits(max(map(len, self.rows.rows))):
-            rows = "the rows to learn from and of those held out"
-            said = f"in {share:.0%} of {rows}, passages come again after {gap} tokens or more"
-        else:
-            said = f"rows of {self.result.length} tokens have no room for passages that come again after {gap} tokens"
-        self.result.remarks.append(said)
 
     def _held_out(self) -> Batches:
         if not self.texts.validation:
@@ -322,18 +317,13 @@ class Distillation:
         self.result.curves[stage] = [list(x) for x in progress.curve]
         self.result.spent[stage] = {"seconds": progress.seconds, "tokens": progress.tokens, "rate": progress.rates[-1]}
         if not last and not self.origin.model.config.is_encoder_decoder:
-            self._figure(stage)
+            self.log(f"measuring: after {stage}")
+            predicts = self.origin.task == "causal" and self.origin.model.can_generate()
+            figure = Reference(self.origin.model, self.inputs, predicts=predicts).figure(self.student)
+            self.result.spent[stage][figure.kind] = figure.value
         self._save(progress, now=True)
         if progress.ended:
             self.result.remarks.append(f"{stage} ended after step {len(losses)}: held-out texts no longer gained")
-
-    def _figure(self, stage: str) -> None:
-        """Note how near the model is after a stage that is not the last."""
-        self.log(f"measuring: after {stage}")
-        model = self.origin.model
-        predicts = self.origin.task == "causal" and model.can_generate()
-        figure = Reference(model, self.inputs, predicts=predicts).figure(self.student)
-        self.result.spent[stage][figure.kind] = figure.value
 
     def _save(self, progress: Progress, *, now: bool = False) -> None:
         noted = {"curves": self.result.curves, "spent": self.result.spent}

@@ -180,7 +180,7 @@ class Job:
     Args:
         origin: the original.
         student: the same model, converted in place.
-        texts: to learn from, and to look at now and then.
+        texts: to learn from, and held-out ones to evaluate.
         evaluation: inputs to measure on.
         result: gets figures, texts and remarks.
         log: called with what happens.

@@ -24,8 +24,6 @@ from kernelformer.conversion.losses import (
     Batch,
     Figures,
     HiddenStateErrors,
-    output_name,
-    standard_error,
 )
 from kernelformer.conversion.passkey import DIGITS, knows_numbers, passkeys, start_tokens
 from kernelformer.conversion.report import Judgement, Recall, Sample, card_section
@@ -33,7 +31,7 @@ from kernelformer.conversion.settings import JudgeSettings
 from kernelformer.conversion.texts import check_length, check_readable, longest, read_labelled, some_texts, tokens_of
 from kernelformer.files import finite, read_json, write_json, write_text
 from kernelformer.hf.attend import CORE, CROSS
-from kernelformer.hf.convert import conversion, cores
+from kernelformer.hf.convert import cores
 from kernelformer.hf.load import Source, load_source
 from kernelformer.hf.pretrained import task_of
 from kernelformer.modules import KernelCore, MixedCore
@@ -164,12 +162,7 @@ def part_figures(
     ways: dict[str, Callable[[nn.Module], AbstractContextManager[None]]] = {CONVERTED: lambda _: nullcontext()}
     if hybrids(student):
         ways |= {NEAR: near_alone, KERNEL: kernel_alone}
-    layers = conversion(student).layers
-    alone, causal = not student.config.is_encoder_decoder, any(x.causal for x in layers)
-    sums = {
-        name: _Sums(HiddenStateErrors(pools=alone and not causal, predicts=alone and causal and student.can_generate()))
-        for name in ways
-    }
+    sums = {name: HiddenStateErrors.of(student) for name in ways}
     with evaluating(teacher, student):
         for number, batch in enumerate(batches):
             want = teacher(**batch, output_hidden_states=True)
@@ -177,44 +170,8 @@ def part_figures(
                 with way(student):
                     got = student(**batch, output_hidden_states=True)
                 sums[name].add(batch, want, got, None if answers is None else answers[number])
-    return {ORIGINAL: sums[CONVERTED].original(), **{name: x.figures() for name, x in sums.items()}}
-
-
-@dataclass
-class _Sums:
-    """Running sums for the figures of a part."""
-
-    errors: HiddenStateErrors
-    right: dict[str, list[Tensor]] = field(default_factory=lambda: {ORIGINAL: [], CONVERTED: []})
-
-    def add(self, batch: Batch, want: Any, got: Any, answers: Tensor | None) -> None:
-        self.errors.add(batch, want, got)
-        if answers is None:
-            return
-        hidden = answers != batch["input_ids"]
-        for name, outputs in ((ORIGINAL, want), (CONVERTED, got)):
-            best = getattr(outputs, output_name(outputs)).argmax(-1)
-            self.right[name].append((best == answers)[hidden].double())
-
-    def original(self) -> Figures:
-        accuracy = _mean(self.right[ORIGINAL])
-        return Figures(perplexity=self.errors.perplexity("original"), accuracy=accuracy)
-
-    def figures(self) -> Figures:
-        differences = [x - y for x, y in zip(self.right[CONVERTED], self.right[ORIGINAL], strict=True)]
-        return Figures(
-            perplexity=self.errors.perplexity("converted"),
-            accuracy=_mean(self.right[CONVERTED]),
-            accuracy_error=standard_error(torch.cat(differences).tolist()) if differences else None,
-            agreement=self.errors.agreement.value,
-            cosine=self.errors.cosine.value,
-            output=math.sqrt(self.errors.output.value or 0.0),
-        )
-
-
-def _mean(parts: list[Tensor]) -> float | None:
-    values = torch.cat(parts) if parts else torch.empty(0)
-    return float(values.mean()) if len(values) else None
+    original = Figures(perplexity=sums[CONVERTED].perplexity(ORIGINAL), accuracy=sums[CONVERTED].accuracy(ORIGINAL))
+    return {ORIGINAL: original, **{name: x.figures() for name, x in sums.items()}}
 
 
 LENGTHS = (512, 1024)  # default tokens of texts with a hidden number
@@ -250,7 +207,9 @@ def judge(
     """
     writes = origin.task == "causal" and evaluation.used is not None
     lengths = _lengths(origin, setting) if writes else ()
-    tokens = _sample_tokens(origin, setting) if writes else 0
+    limit, tokens = longest(origin), setting.sample_tokens if writes else 0
+    if tokens is None:
+        tokens = TOKENS if limit is None else min(TOKENS, limit // 2)
     rows, passes = evaluation.batches, 4 if hybrids(student) else 2
     models = max(2, passes - 1)
     work = passes * sum(map(_tokens, rows)) + models * setting.passkeys * sum(lengths)
@@ -406,13 +365,6 @@ def _lost(recall: Sequence[Recall]) -> list[str]:
     ]
 
 
-def _sample_tokens(origin: Source, setting: JudgeSettings) -> int:
-    if setting.sample_tokens is not None:
-        return setting.sample_tokens
-    limit = longest(origin)
-    return TOKENS if limit is None else min(TOKENS, limit // 2)
-
-
 def _add_samples(
     result: Judgement,
     origin: Source,
@@ -477,14 +429,20 @@ def judge_folder(folder: Path, original: str | Path, setting: JudgeSettings, *, 
     _check_same(folder, student, origin)
     texts = divide_texts(None, setting.text, setting.samples, setting.seed)
     check_judging(origin, texts, setting)
-    report, card = _report(folder), folder / "README.md"
+    file, card = folder / "report.json", folder / "README.md"
+    report = read_json(file) if file.is_file() else {}
+    if not isinstance(report, dict):
+        raise ValueError(f"{file} is not the report of a conversion, but {type(report).__name__}; remove it.")
     page = card.read_text("utf-8") if card.is_file() else f"# {plain(folder.resolve().name)}\n"
     length = check_length(origin, report.get("length") if setting.length is None else setting.length)
     evaluation = evaluation_inputs(origin, texts, length, setting.samples, setting.batch, setting.seed)
     result = judge(origin, student, texts, evaluation, length, setting, log)
-    if setting.text is not None and _learned_from(report) == setting.text.name:
+    learned_from: Any = report
+    for name in ("texts", "learned from", "file"):
+        learned_from = learned_from.get(name) if isinstance(learned_from, dict) else None
+    if setting.text is not None and learned_from == setting.text.name:
         result.remarks.append(f"the model has learned from a file of the same name, {setting.text.name}")
-    write_json(folder / "report.json", {**report, "judged": finite(result.as_json())})
+    write_json(file, {**report, "judged": finite(result.as_json())})
     write_text(card, put_section(page, card_section(result), before="## What it is not good for"))
     return result
 
@@ -504,21 +462,3 @@ def _check_same(folder: Path, student: Any, origin: Source) -> None:
                 f"{origin.path} is not the original of {folder}: its {name} has shape {tuple(x.shape)}, the converted "
                 f"model's {tuple(ours[name]) if name in ours else 'is missing'}; give the model that was converted."
             )
-
-
-def _report(folder: Path) -> dict[str, Any]:
-    path = folder / "report.json"
-    if not path.is_file():
-        return {}
-    report = read_json(path)
-    if not isinstance(report, dict):
-        raise ValueError(f"{path} is not the report of a conversion, but {type(report).__name__}; remove it.")
-    return report
-
-
-def _learned_from(report: dict[str, Any]) -> str | None:
-    """The name of the file that a conversion has learned from, as its report has it."""
-    part: Any = report
-    for name in ("texts", "learned from", "file"):
-        part = part.get(name) if isinstance(part, dict) else None
-    return part if isinstance(part, str) else None

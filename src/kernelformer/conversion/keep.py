@@ -19,10 +19,10 @@ from kernelformer.conversion.measure import attention_weights, best_heads
 from kernelformer.conversion.settings import ConvertSettings
 from kernelformer.conversion.texts import SHORTEST, recall_row
 from kernelformer.hf.attend import CORE, CROSS
-from kernelformer.hf.convert import EXACT, Layer, check_kept, conversion, convert, cores, undo
+from kernelformer.hf.convert import EXACT, check_kept, conversion, convert, cores, undo
 from kernelformer.hf.find import attention_calls
 from kernelformer.hf.load import Source
-from kernelformer.modules import AttentionCore, MixedCore
+from kernelformer.modules import MixedCore
 from kernelformer.modules.calibration import evaluating
 from kernelformer.modules.spec import move_to_inputs
 
@@ -115,7 +115,11 @@ def _switchable(student: PreTrainedModel) -> Iterator[Callable[[set[str]], None]
     """Give a function that makes some converted attentions linear and all others exact; afterwards all are linear."""
     layers = {x.name: x for x in conversion(student).layers if x.replaced}
     linear = {name: core for name, core in cores(student).items() if name in layers}
-    exact = {name: _exact_core(layers[name], student.get_submodule(name)) for name in layers}
+    exact: dict[str, nn.Module] = {}  # the cores that layers would attend with had they been kept
+    for name, layer in layers.items():
+        core = replace(layer, method=EXACT, options={}, exact_heads=()).build(0)
+        setattr(core, CROSS, layer.cross)
+        exact[name] = move_to_inputs(core, next(student.get_submodule(name).parameters())).eval()
 
     def switch(names: set[str]) -> None:
         for name in layers:
@@ -125,13 +129,6 @@ def _switchable(student: PreTrainedModel) -> Iterator[Callable[[set[str]], None]
         yield switch
     finally:
         switch(set(layers))
-
-
-def _exact_core(layer: Layer, module: nn.Module) -> AttentionCore:
-    """Build the core that a layer would attend with had it been kept."""
-    core = replace(layer, method=EXACT, options={}, exact_heads=()).build(0)
-    setattr(core, CROSS, layer.cross)
-    return move_to_inputs(core, next(module.parameters())).eval()
 
 
 Scores = dict[tuple[str, int], float]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from kernelformer.contract import PositiveSpec
 from kernelformer.hf.attend import bias_table
+from kernelformer.hf.convert import conversion
 from kernelformer.modules import AttentionCore, KernelCore, MixedCore
 from kernelformer.modules.calibration import evaluating
 
@@ -79,7 +80,10 @@ def attention_loss(
         real = key_mask
     whole = not isinstance(core.feature_map.spec, PositiveSpec) or core.feature_map.sees_sequence or not core.normalize
     gen = torch.Generator().manual_seed(seed)
-    rows = (torch.arange(L) if whole else _some_rows(L, turn, gen)).to(query.device)
+    rows = torch.arange(L)
+    if not whole and L > ROWS:
+        rows = torch.randperm(L, generator=gen)[(torch.arange(ROWS) + turn * ROWS) % L].sort().values
+    rows = rows.to(query.device)
     seen = torch.ones(1, 1, len(rows), S, dtype=torch.bool, device=query.device)
     if causal:
         seen = (torch.arange(S, device=query.device) <= rows.unsqueeze(1))[None, None]
@@ -99,7 +103,8 @@ def attention_loss(
         alone = torch.rand(len(rows), generator=gen).to(query.device) < window_dropout
         assert core.near is not None
         if core.normalize_qk or core.near.scale_of(core.scale) != scale:
-            scores = _near_scores(core, query, key, key_mask, rows)
+            q, k = core._normalize_qk(query, key, key_mask)
+            scores = q[:, :, rows] @ k.transpose(2, 3) * core.near.scale_of(core.scale)
         approximate = _near_and_far(core, scores, key_mask, rows, alone, far, extra).masked_fill(~seen, HIDDEN)
         mass = approximate.logsumexp(-1)
     else:
@@ -110,21 +115,6 @@ def attention_loss(
     terms = mass - (share * approximate).sum(-1) + (share * wanted.clamp_min(HIDDEN)).sum(-1)  # (B, H, rows)
     counts = (real[:, None, rows] & seen.any(-1)).expand_as(terms)
     return torch.where(counts, terms, 0).sum() / counts.sum().clamp_min(1)
-
-
-def _some_rows(length: int, turn: int, generator: torch.Generator) -> Tensor:
-    """Numbers of some rows of a matrix, at most `ROWS`, others in each turn."""
-    if length <= ROWS:
-        return torch.arange(length)
-    order = torch.randperm(length, generator=generator)
-    return order[(torch.arange(ROWS) + turn * ROWS) % length].sort().values
-
-
-def _near_scores(core: KernelCore, query: Tensor, key: Tensor, key_mask: Tensor | None, rows: Tensor) -> Tensor:
-    """Logarithms of the exact weights of some rows, (B, H, rows, S), as the core has them for near keys."""
-    assert core.near is not None
-    query, key = core._normalize_qk(query, key, key_mask)
-    return query[:, :, rows] @ key.transpose(2, 3) * core.near.scale_of(core.scale)
 
 
 def _near_and_far(
@@ -249,6 +239,8 @@ def pooled(hidden: Tensor, mask: Tensor | None) -> Tensor:
     return (hidden * real).sum(1) / real.sum(1).clamp_min(1)
 
 
+ORIGINAL, CONVERTED = "original", "converted"
+NEAR, KERNEL = "window and sinks alone", "kernel alone"
 OUTPUTS = ("logits", "prediction_logits", "last_hidden_state")
 
 
@@ -289,16 +281,24 @@ class HiddenStateErrors:
         self.pools, self.predicts = pools, predicts
         self.hidden: dict[str, list[Mean]] = {}
         self.output, self.agreement, self.cosine = Mean(), Mean(), Mean()
-        self.losses = {"original": Mean(), "converted": Mean()}  # of the next token
+        self.losses = {ORIGINAL: Mean(), CONVERTED: Mean()}  # of the next token
+        self.right: dict[str, list[Tensor]] = {ORIGINAL: [], CONVERTED: []}  # hidden tokens that are found
         self.samples = self.tokens = 0
 
-    def add(self, batch: Mapping[str, Any], want: Any, got: Any) -> None:
+    @classmethod
+    def of(cls, student: Any) -> HiddenStateErrors:
+        """Make those for a converted model: encoders are pooled, causal language models predict."""
+        alone, causal = not student.config.is_encoder_decoder, any(x.causal for x in conversion(student).layers)
+        return cls(alone and not causal, alone and causal and student.can_generate())
+
+    def add(self, batch: Mapping[str, Any], want: Any, got: Any, answers: Tensor | None = None) -> None:
         """Count in a batch.
 
         Args:
             batch: inputs of both models; padding does not count.
             want: outputs of the original, with hidden states.
             got: outputs of the converted model, with hidden states.
+            answers: tokens (B, L) before some were hidden, for masked models; None: not known.
         """
         mask = batch.get("attention_mask")
         masks = {"decoder": batch.get("decoder_attention_mask")}
@@ -320,16 +320,37 @@ class HiddenStateErrors:
         if "logits" in name:
             self.agreement.add(_kept_tokens((x.argmax(-1) == y.argmax(-1)).double(), over))
         if self.predicts and "input_ids" in batch:
-            for which, logits in (("original", x), ("converted", y)):
+            for which, logits in ((ORIGINAL, x), (CONVERTED, y)):
                 self.losses[which].add(next_token_losses(logits, batch["input_ids"], mask))
+        if answers is not None:
+            hidden = answers != batch["input_ids"]
+            for which, logits in ((ORIGINAL, x), (CONVERTED, y)):
+                self.right[which].append((logits.argmax(-1) == answers)[hidden].double())
         inputs = next(iter(batch.values()))
         self.samples += len(inputs)
         self.tokens += int(mask.sum()) if mask is not None else inputs.numel() if inputs.dim() == 2 else 0
 
     def perplexity(self, which: str) -> float | None:
-        """Perplexity of the next token, of the ``original`` or the ``converted`` model; None if it was not measured."""
+        """Perplexity of the next token, of the `ORIGINAL` or the `CONVERTED` model; None if it was not measured."""
         loss = self.losses[which].value
         return None if loss is None else float(torch.tensor(loss, dtype=torch.float64).exp())
+
+    def accuracy(self, which: str) -> float | None:
+        """Share of hidden tokens that a model finds; None if it was not measured."""
+        values = torch.cat(self.right[which] or [torch.empty(0)])
+        return float(values.mean()) if len(values) else None
+
+    def figures(self) -> Figures:
+        """Figures of the converted model."""
+        differences = [x - y for x, y in zip(self.right[CONVERTED], self.right[ORIGINAL], strict=True)]
+        return Figures(
+            perplexity=self.perplexity(CONVERTED),
+            accuracy=self.accuracy(CONVERTED),
+            accuracy_error=standard_error(torch.cat(differences).tolist()) if differences else None,
+            agreement=self.agreement.value,
+            cosine=self.cosine.value,
+            output=math.sqrt(self.output.value or 0.0),
+        )
 
 
 def next_token_losses(logits: Tensor, ids: Tensor, mask: Tensor | None) -> Tensor:
@@ -393,8 +414,6 @@ def _relative_error(want: Tensor, got: Tensor, mask: Tensor | None) -> Tensor:
     return _kept_tokens((got - want).square().sum(-1) / want.square().sum(-1).clamp(min=1e-300), mask)
 
 
-ORIGINAL, CONVERTED = "original", "converted"
-NEAR, KERNEL = "window and sinks alone", "kernel alone"
 Batch = Mapping[str, Any]
 RATIO, COSINE = "perplexity ratio", "cosine"
 TOLERANCE = {RATIO: 1.25, COSINE: 0.98}

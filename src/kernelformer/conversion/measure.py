@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kernelformer.attention.reference import near_keys
-from kernelformer.conversion.losses import HiddenStateErrors
+from kernelformer.conversion.losses import CONVERTED, ORIGINAL, HiddenStateErrors
 from kernelformer.errors import choice, number
 from kernelformer.hf.attend import attend_exactly
 from kernelformer.hf.convert import EXACT, check_kept, conversion, cores
@@ -115,13 +115,15 @@ def attention_profile(
     def norms(x: Tensor) -> Tensor:
         return (x.float().square().sum(-1).transpose(1, 2)[real].mean(0) * scale).sqrt()
 
+    tokens = real[0].nonzero().flatten()  # of the first sample, evenly spread
+    some = tokens[torch.linspace(0, len(tokens) - 1, min(len(tokens), TOKENS)).long()]
     return AttentionProfile(
         query=_plain(norms(query)),
         key=_plain(norms(key)),
         near={w: _plain(share(w, 0)) for w in WINDOWS},
         first={s: _plain(share(0, s)) for s in SINKS},
         far=_plain(1 - share(WINDOWS[1], SINKS[1])),
-        dimension=_plain(_dimension(query, key, scale, real)),
+        dimension=_plain(statistical_dimension(query[0, :, some], key[0, :, some], [EPSILON], scale)[:, 0]),
     )
 
 
@@ -160,13 +162,6 @@ def attention_weights(
     if key_mask is not None:
         logits = logits.masked_fill(~key_mask[:, None, None], -math.inf)
     return logits.softmax(-1).nan_to_num()
-
-
-def _dimension(query: Tensor, key: Tensor, scale: float, real: Tensor) -> Tensor:
-    """Statistical dimension (H) of evenly spread real tokens of the first sample."""
-    tokens = real[0].nonzero().flatten()
-    some = tokens[torch.linspace(0, len(tokens) - 1, min(len(tokens), TOKENS)).long()]
-    return statistical_dimension(query[0, :, some], key[0, :, some], [EPSILON], scale)[:, 0]
 
 
 def _plain(x: Tensor) -> tuple[float, ...]:
@@ -370,9 +365,7 @@ def measure(teacher: PreTrainedModel, student: PreTrainedModel, batches: Iterabl
     for model in (teacher, student):
         if not isinstance(model, PreTrainedModel):
             raise ValueError(f"models of transformers can be measured, got {type(model).__name__}.")
-    layers = conversion(student).layers
-    alone, causal = not student.config.is_encoder_decoder, any(x.causal for x in layers)
-    errors = HiddenStateErrors(pools=alone and not causal, predicts=alone and causal and student.can_generate())
+    errors = HiddenStateErrors.of(student)
     watch = _Watch(teacher, student)
     with evaluating(teacher, student):
         for batch in batches:
@@ -390,9 +383,9 @@ def measure(teacher: PreTrainedModel, student: PreTrainedModel, batches: Iterabl
         cosine=errors.cosine.value,
         samples=errors.samples,
         tokens=errors.tokens,
-        unseen=tuple(x.name for x in layers if x.way == "multihead"),
-        perplexity=errors.perplexity("converted"),
-        original_perplexity=errors.perplexity("original"),
+        unseen=tuple(x.name for x in conversion(student).layers if x.way == "multihead"),
+        perplexity=errors.perplexity(CONVERTED),
+        original_perplexity=errors.perplexity(ORIGINAL),
     )
 
 

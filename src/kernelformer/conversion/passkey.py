@@ -127,11 +127,6 @@ def probe_right(train: Labelled, test: Labelled, steps: int = STEPS) -> Tensor:
         return right
 
 
-def probe_accuracy(train: Labelled, test: Labelled, steps: int = STEPS) -> float:
-    """Accuracy of `probe_right`."""
-    return float(probe_right(train, test, steps).double().mean())
-
-
 @torch.no_grad()
 def answer_log_probs(model: Any, ids: Tensor, count: int) -> tuple[Tensor, bool]:
     """Score the last tokens of a text as an answer to what stands before them.

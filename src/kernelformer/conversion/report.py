@@ -131,7 +131,7 @@ def _of_card(text: str) -> str:
     front = _FRONT.match(text.replace("\r\n", "\n").removeprefix("\ufeff"))
     block = front[1] if front else ""
     found = re.finditer(r"^(license(?:_name|_link)?):(.*(?:\n[ \t]*-[ \t].*)*)", block, re.MULTILINE)
-    values = {x[1]: _values(x[2]) for x in found}  # a list goes on below, an item a line
+    values = {x[1]: _values(x[2]) for x in found}  # the items of a list follow, one a line
     name = values.get("license_name") or values.get("license", "")
     if name == "other":
         return ""
@@ -365,12 +365,6 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
 
 
-def _predicted(row: Row) -> str:
-    if row.predicted is None:
-        return row.reason
-    return f"{row.predicted:.2g}" if row.predicted < HOPELESS else f"over {HOPELESS:g}"
-
-
 def _called(row: Row, start: int = 0) -> str:
     """Name of an attention from a position on, with the number of the call where there are several."""
     return f"{row.name[start:]} ({row.call + 1})" if row.call else row.name[start:]
@@ -391,8 +385,11 @@ def _attentions(result: ConversionResult) -> Table:
     for rows in zip(*(result.reports[x].rows for x in labels), strict=True):
         last = rows[-1]
         worst = max(range(len(last.heads)), key=last.heads.__getitem__)
+        predicted = last.reason if last.predicted is None else f"over {HOPELESS:g}"
+        if last.predicted is not None and last.predicted < HOPELESS:
+            predicted = f"{last.predicted:.2g}"
         norms = [f"{x.rms:.3g}, {x.largest:.3g}" for x in (last.query, last.key)]
-        cells.append([visible(_called(last, start)), last.method, *norms, _predicted(last)])
+        cells.append([visible(_called(last, start)), last.method, *norms, predicted])
         cells[-1] += [*(_number(x.error) for x in rows), f"{worst}: {_number(last.heads[worst])}"]
     head = ["attention", "method", "|q| rms, max", "|k| rms, max", "predicted", *labels, "worst head"]
     title = f"{visible(result.source)}: relative error of each attention, at the original's inputs"
@@ -502,12 +499,10 @@ def model_card(result: ConversionResult, name: str) -> str:
         auto=next(iter(auto_classes(result.model)), "AutoModel"),
         replaced=len(replaced),
         method=replaced[0]["method"] if replaced else "softmax",
-        options=", ".join(f"{x} = {y}" for x, y in options.items()) or "defaults",
+        options=options,
         kept=_kept(result),
-        near=_near(options),
-        heads=_heads(result),
-        learning=_learning(result),
-        learned=any(result.losses.values()),
+        rows="window" if any(x.windows is not None for x in result.texts.values()) else "text",
+        time=None if result.seconds is None else human_time(result.seconds),
         figures=_figures(result),
         output=f"{last.output:.2g}",
         measured_on=result.texts.get("measured on", f"{last.samples} rows of random tokens"),
@@ -529,53 +524,6 @@ def _kept(result: ConversionResult) -> str:
         reasons.setdefault(x.get("reason") or why, []).append(x["name"])
     parts = (f"{plain(', '.join(names))}{f' ({plain(why)})' if why else ''}" for why, names in reasons.items())
     return "; ".join(parts) or "none"
-
-
-def _near(options: dict[str, Any]) -> str:
-    """Tokens that a hybrid attends to exactly in the attentions that were replaced."""
-    window, sinks = options.get("window"), options.get("sinks", 0)
-    near = [f"tokens less than {window} away"] if window is not None else []
-    near += ["the first token" if sinks == 1 else f"the first {sinks} tokens"] if sinks else []
-    return " and ".join(near)
-
-
-def _heads(result: ConversionResult) -> str:
-    """Heads that stay exact, with the reasons."""
-    parts = []
-    for why, heads in result.exact_heads.items():
-        named = "; ".join(f"{plain(name)}: {', '.join(map(str, x))}" for name, x in heads.items())
-        parts.append(f"{named} ({plain(why)})")
-    return "; ".join(parts) or "none"
-
-
-def _learning(result: ConversionResult) -> list[str]:
-    lora = result.setting.lora
-    stages = {"transfer": "attention transfer", "tune": f"LoRA of rank {lora}" if lora else "tuning of all weights"}
-    rows = "window" if any(x.windows is not None for x in result.texts.values()) else "text"
-    rows += "s" * (result.setting.batch > 1)
-    lines = [
-        f"{stages.get(x, x)}: {len(losses)} steps of {result.setting.batch} {rows}, "
-        f"loss {losses[0]:.4g} to {losses[-1]:.4g}{_held_out(result, x)}"
-        for x, losses in result.losses.items()
-        if losses
-    ]
-    if not lines:
-        return ["distillation: none"]
-    if result.tokens is None:
-        steps = sum(map(len, result.losses.values()))
-        counted = f"at most {steps * result.setting.batch * result.length:,}, repeats counted"
-    else:
-        counted = f"{result.tokens:,}"
-    time = [] if result.seconds is None else [f"time of distillation: {human_time(result.seconds)}"]
-    return [*lines, f"tokens learned from: {counted}", *time]
-
-
-def _held_out(result: ConversionResult, stage: str) -> str:
-    """The best look at held-out texts, and the figure after the stage, where there are any."""
-    values = [x[3] for x in result.curves.get(stage, [])]
-    said = f", of held-out texts {values[0]:.4g} to {min(values):.4g}" if values else ""
-    figures = {x: y for x, y in result.spent.get(stage, {}).items() if x not in ("seconds", "tokens", "rate")}
-    return said + "".join(f"; {name} after it {value:.4g}" for name, value in figures.items())
 
 
 def _figures(result: ConversionResult) -> str:

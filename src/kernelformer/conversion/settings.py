@@ -14,20 +14,10 @@ FEATURES = 128  # default number of features or landmarks, or the rank
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeSettings(Settings):
-    """Settings for judging a converted model beside its original.
+    """Settings for judging a converted model beside its original, see `judge`; each option's help describes it.
 
-    Args:
-        text: texts to measure on; None: random tokens.
-        length: tokens of a text; None: that of the conversion.
-        samples: texts to measure on; windows of ``length`` tokens of joined texts for causal models.
-        batch: texts, or windows, of a step.
-        allow_pickle: see `load_source`.
-        seed: of draws and of the order of texts.
-        passkeys: numbers hidden in texts of each length, which a causal model is asked for; 0: none, see `judge`.
-        passkey_lengths: tokens of those texts; empty: 512 and 1024, as far as the model has positions.
-        sample_tokens: that original and converted decoder write after the same beginnings; 0: none; None: 64.
-        probe: labelled texts of ``text``, half of them to fit a linear classifier of embeddings and half to try it on.
-        judge_minutes: of judging; what there was no time for is named; None: as long as it takes.
+    ``length`` is by default that of the conversion; texts of ``probe`` come from ``text``, half of them to fit a linear
+    classifier of embeddings and half to test it. What exceeds ``judge_minutes`` is left out and named.
     """
 
     text: Path | None = option(None, "texts to measure on; default: random tokens")
@@ -36,11 +26,11 @@ class JudgeSettings(Settings):
     batch: int = option(4, "texts, or windows, at once", least=1)
     allow_pickle: bool = option(False, PICKLE, switch=True)
     seed: int = option(0, f"{SEED} of draws and of the order of texts", least=0)
-    passkeys: int = option(4, "numbers hidden in long texts that a decoder is asked for, of each length", least=0)
-    passkey_lengths: tuple[int, ...] = option((), "tokens of these texts; default: 512,1024", least=1)
+    passkeys: int = option(4, "passkey retrieval of a decoder: numbers hidden in long texts, for each length", least=0)
+    passkey_lengths: tuple[int, ...] = option((), "tokens of texts for passkey retrieval; default: 512,1024", least=1)
     sample_tokens: int | None = option(None, "tokens that both decoders write, side by side; default: 64", least=0)
     probe: int = option(0, "labelled texts of --text for a linear probe of an encoder", least=0)
-    judge_minutes: float | None = option(None, "of judging, at most; default: as long as it takes", least=0)
+    judge_minutes: float | None = option(None, "minutes of judging, at most; default: no limit", least=0)
 
 
 # Settings of a conversion that change no weight.
@@ -49,32 +39,15 @@ JUDGED = ("passkeys", "passkey_lengths", "sample_tokens", "probe", "judge_minute
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertSettings(JudgeSettings):
-    """Settings of a conversion, and for judging what it made.
+    """Settings of a conversion, and for judging what it made; each option's help describes it.
 
-    Args:
-        attention: ``method:option=value:...``; ``softmax`` changes nothing, which is a check of all the rest. Empty:
-            the result of `proposal`: ``wildcat`` with a window for encoders that are not distilled, ``local`` or
-            ``favor+`` with one for such decoders, ``loglinear`` with one where it is distilled.
-        features: number of features, landmarks or the rank, whichever the method has; None: 128, or 64 for the
-            ``loglinear`` with a window that is the default of a distillation.
-        layers: which attentions, ``0-3,5`` or patterns of names; empty: all.
-        keep: so many attentions stay exact: those that the model's output needs most, see `choose_exact`.
-        keep_heads: so many heads with the largest errors, of all other attentions, stay exact.
-        recall_heads: so many heads of a decoder that find again what stands far back stay exact, see `recall_scores`.
-        distill: texts to learn from.
-        steps: of attention transfer; None: 300 if there are texts and the method learns.
-        tune: steps of tuning after that, of all weights or by LoRA; None: none, or what ``minutes`` leave.
-        minutes: of the whole distillation, instead of steps: a third for transfer, the rest for tuning, rates found by
-            a few steps each.
-        lora: rank of LoRA on values and outputs in tuning; 0: all weights but the word embeddings learn.
-        lora_layers: patterns of the names of other layers for LoRA.
-        window_dropout: share of the rows that are fitted without near tokens, so that the kernel learns those too.
-        repeats: share of a decoder's rows to learn from in which passages come again beyond the window, so that it
-            learns to find them, see `Repeats`; None: half of them.
-        text: texts to measure on; None: some of ``distill`` that are left out there, or random tokens.
-        length: tokens of a text; None: 256, or what the model has.
-        task: see `load_source`.
-        no_judge: write the model without judging it beside its original.
+    - ``attention`` is ``method:option=value:...``; ``softmax`` changes nothing, which checks all the rest. By default
+      `proposal` chooses.
+    - ``keep`` is decided by `choose_exact`, ``recall_heads`` by `recall_scores`; ``keep_heads`` are those of all other
+      attentions with the largest errors.
+    - ``minutes`` stand in place of ``steps`` and ``tune``: a third for transfer, the rest for tuning, and learning
+      rates are found by a few steps each.
+    - ``lora=0`` trains all weights but the word embeddings in tuning; ``repeats`` are described by `Repeats`.
     """
 
     attention: str = option("", "method, or method:option=value; default: by the kind of model, with the reason")
@@ -84,15 +57,15 @@ class ConvertSettings(JudgeSettings):
     layers: str = option("", "0-3,5 or patterns of names; default: all")
     keep: int = option(0, "attentions that stay exact: those that the output needs most", least=0)
     keep_heads: int = option(0, "heads with the largest errors that stay exact", least=0)
-    recall_heads: int = option(0, "heads of a decoder that stay exact: those that find again what is far", least=0)
-    distill: Path | None = option(None, f"texts to learn from: {TEXTS}")
-    steps: int | None = option(None, "of attention transfer; default: 300 with --distill", least=0)
-    tune: int | None = option(None, "steps of tuning after that; default: none, or by --minutes", least=0)
-    minutes: float | None = option(None, "of the whole distillation, instead of steps")
-    lora: int = option(0, "rank of LoRA in tuning; 0: all weights", least=0)
+    recall_heads: int = option(0, "heads of a decoder that stay exact: those of long-range recall", least=0)
+    distill: Path | None = option(None, f"texts to distill (fine-tune) on: {TEXTS}")
+    steps: int | None = option(None, "steps of attention transfer; default: 300 with --distill", least=0)
+    tune: int | None = option(None, "steps of fine-tuning after that; default: none, or by --minutes", least=0)
+    minutes: float | None = option(None, "minutes of the whole distillation, instead of steps")
+    lora: int = option(0, "rank of LoRA in fine-tuning; 0: all weights", least=0)
     lora_layers: str = option("", "patterns of names for LoRA; default: values and outputs")
     window_dropout: float = option(0.05, "share of rows fitted without their near tokens")
-    repeats: float | None = option(None, "share of a decoder's rows in which passages come again; default: 0.5")
+    repeats: float | None = option(None, "share of a decoder's rows with repeated passages; default: 0.5")
     text: Path | None = option(None, "texts to measure on; default: some of --distill")
     length: int | None = option(None, "tokens of a text; default: 256", least=2)
     task: str = option(
@@ -162,20 +135,10 @@ class ConvertSettings(JudgeSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class AdviseSettings(Settings):
-    """Settings for advice on a model before it is converted.
+    """Settings for advice on a model before it is converted, see `advise`; each option's help describes it.
 
-    Args:
-        text: texts of the kind that the model is for.
-        length: tokens of a text; None: 256, or what the model has.
-        use_length: tokens of a text in use, at which times are compared.
-        tolerance: a figure that is near enough; None: a perplexity ratio of 1.25, or a cosine of 0.98.
-        budget: minutes in all, with reading the model; what there was no time for is named.
-        samples: texts to measure on, and as many others to fit and calibrate on; fewer where a pass takes long.
-        steps: of the quick fit of `loglinear`.
-        check: convert really afterwards and measure on other texts; takes longer than the budget.
-        task: see `load_source`.
-        allow_pickle: see `load_source`.
-        seed: of the choice of texts.
+    As many texts as ``samples`` are measured on, and as many others fitted and calibrated on; fewer where a pass takes
+    long. What exceeds ``budget`` is left out and named; ``check`` takes longer than that.
     """
 
     text: Path | None = option(None, f"texts to measure on, of the kind that the model is for: {TEXTS}")
@@ -196,14 +159,7 @@ LOGITS = ("last", "all")
 
 @dataclass(frozen=True, kw_only=True)
 class ExportSettings(Settings):
-    """Settings of an export.
-
-    Args:
-        logits: of a causal model's prompt: those of its last token, which a generation needs, or of all of them.
-        prompt_only: whether a causal model gets no graph for one token after a state.
-        growing: whether that graph may have states that keep every key, as exact attention does.
-        steps: tokens that are generated to compare the graph with torch.
-    """
+    """Settings of an export; each option's help describes it."""
 
     logits: str = option("last", "of a prompt's last token, or of all of them: last or all")
     prompt_only: bool = option(False, "no decode.onnx for a causal model", switch=True)

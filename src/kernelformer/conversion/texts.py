@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernelformer.conversion.readers import each_text, read_file_rows
+from kernelformer.conversion.readers import each_text, json_rows
 from kernelformer.errors import integer, positive_int
 from kernelformer.hf.find import try_inputs
 from kernelformer.hf.load import Source
@@ -40,13 +40,13 @@ class Copy:
 
     @property
     def places(self) -> tuple[int, int]:
-        """Where each of the two begins."""
+        """Positions at which the two begin."""
         return self.first, self.second
 
 
 @dataclass(frozen=True)
 class Repeats:
-    """How rows of tokens get passages that come again.
+    """Repetition of passages in rows of tokens.
 
     A model that copies attends from a token of the second passage to what followed the same token in the first one:
     the sharp and far attention that ordinary text has little of.
@@ -67,7 +67,7 @@ class Repeats:
         positive_int("gap", self.gap)
 
     def fits(self, length: int) -> bool:
-        """Whether a row of so many tokens has room for a passage and its copy."""
+        """Return True if a row of so many tokens has room for a passage and its copy."""
         return length >= self.gap + 2 * SHORTEST
 
     def row(self, ids: Tensor, seed: int) -> tuple[Tensor, list[Copy]]:
@@ -106,7 +106,8 @@ class Repeats:
             least = tokens + self.gap
             second = _draw(least, length - tokens + 1, gen)
             copy = Copy(_draw(0, second - least + 1, gen), second, tokens)
-            if all(_apart(copy, other) for other in others):
+            taken = [(y, other.length) for other in others for y in other.places]
+            if all(x + tokens <= y or y + room <= x for x in copy.places for y, room in taken):
                 return copy
         return None
 
@@ -131,15 +132,11 @@ def recall_row(ids: Tensor, gap: int, seed: int) -> tuple[Tensor, Tensor, Tensor
     return ids, queries, torch.cat([empty, *(x.first + t + 1 for x, t in inside)])
 
 
-def _apart(one: Copy, other: Copy) -> bool:
-    return all(x + one.length <= y or y + other.length <= x for x in one.places for y in other.places)
-
-
 def _draw(first: int, end: int, gen: torch.Generator) -> int:
     return int(torch.randint(first, end, (), generator=gen))
 
 
-LENGTH = 256  # tokens of a text, where nobody says
+LENGTH = 256  # default tokens of a text
 MASKED = 0.15  # of the tokens, for masked models
 
 
@@ -147,13 +144,14 @@ class TextRows:
     """Rows of a model's inputs that are made of texts.
 
     For causal models texts are joined, with the token that ends a text between them, and cut into windows of ``length``
-    tokens: there is no padding. For all others each text is a row of its own.
+    tokens: there is no padding. For all others each text is a row of its own, padded to the longest of its batch; for
+    masked models some of its tokens are hidden.
 
     Args:
         texts: at least one.
         tokenizer: of transformers.
         length: tokens of a row, at most.
-        task: of `Source`.
+        task: of `Source`; ``seq2seq`` gets the text as ``decoder_input_ids`` too.
     """
 
     def __init__(self, texts: Sequence[str], tokenizer: Any, length: int, task: str) -> None:
@@ -168,9 +166,14 @@ class TextRows:
     def batches(
         self, batch: int, seed: int, *, start: int = 0, skip: int = 0, repeats: Repeats | None = None
     ) -> Iterator[dict[str, Tensor]]:
-        """Yield inputs without end; see the function `batches`.
+        """Yield inputs without end, in the order of a seed, another one in each round.
 
-        ``repeats`` are passages that come again, in rows of causal models; None: none.
+        Args:
+            batch: rows.
+            seed: of the order.
+            start: token that a decoder begins with.
+            skip: batches to leave out: a run that was stopped after so many resumes with the same ones.
+            repeats: repeated passages, in rows of causal models; None: none.
         """
         positive_int("batch", batch)
         if batch > 1 and self.task != "causal" and self.tokenizer.pad_token_id is None:
@@ -245,40 +248,10 @@ class TextsUsed:
         return f"{self.windows} window{'s' * (self.windows > 1)} of {self.window_length} tokens from {texts}"
 
 
-def batches(
-    texts: Sequence[str],
-    tokenizer: Any,
-    length: int,
-    batch: int,
-    seed: int = 0,
-    *,
-    task: str = "encoder",
-    start: int = 0,
-    skip: int = 0,
-) -> Iterator[dict[str, Tensor]]:
-    """Yield inputs of a model without end: texts in the order of a seed, in another one in each round.
-
-    Each text is a row of its own, cut at ``length`` and padded to the longest of its batch; for masked models some of
-    its tokens are hidden, which is what they are made for. For causal models texts are joined, with the token that ends
-    a text between them, and cut into rows of ``length``: there is no padding.
-
-    Args:
-        texts: at least one.
-        tokenizer: of transformers.
-        length: tokens of a row.
-        batch: rows.
-        seed: of the order.
-        task: of `Source`; ``seq2seq`` gets the text as ``decoder_input_ids`` too, after ``start``.
-        start: token that a decoder begins with.
-        skip: batches to leave out: a run that was stopped after so many goes on with the same ones.
-    """
-    yield from TextRows(texts, tokenizer, length, task).batches(batch, seed, start=start, skip=skip)
-
-
 def some_texts(
     texts: Sequence[str], tokenizer: Any, length: int, rows: int, seed: int, task: str
 ) -> tuple[list[str], int]:
-    """Choose as many texts as `batches` needs for a number of rows.
+    """Choose as many texts as it takes for a number of rows.
 
     Args:
         texts: to choose from.
@@ -308,11 +281,6 @@ def tokens_of(texts: Sequence[str], tokenizer: Any) -> Iterator[list[int]]:
     for first in range(0, len(texts), 64):
         for ids in tokenizer(list(texts[first : first + 64]), add_special_tokens=False)["input_ids"]:
             yield [*ids, *end]
-
-
-def packed_rows(texts: Sequence[str], tokenizer: Any, length: int) -> list[Tensor]:
-    """Join texts and cut them into rows of ``length`` tokens; one shorter row where all together have less."""
-    return _windows([x for ids in tokens_of(texts, tokenizer) for x in ids], length)
 
 
 def _windows(stream: list[int], length: int) -> list[Tensor]:
@@ -428,12 +396,6 @@ def rows_for(source: Source, texts: Sequence[str], length: int) -> TextRows:
     return TextRows(texts, source.tokenizer, length, source.task)
 
 
-def inputs_for(source: Source, texts: Sequence[str], length: int, batch: int, seed: int) -> Any:
-    """Yield `batches` for a source; see `check_readable`."""
-    check_readable(source, texts)
-    return batches(texts, source.tokenizer, length, batch, seed, task=source.task, start=first_token(source))
-
-
 def made_up_inputs(source: Source, length: int, batch: int, seed: int) -> Iterator[dict[str, Tensor]]:
     """Yield inputs for a source without texts: random tokens, or noise for models of images."""
     config, gen = source.model.config, torch.Generator().manual_seed(seed)
@@ -461,7 +423,7 @@ def read_labelled(path: Path, count: int, seed: int) -> tuple[list[str], list[in
     if path.suffix != ".jsonl":
         raise ValueError(f"a probe needs 'text' and 'label' in each line of a .jsonl, got {path}.")
     rows: list[tuple[str, int]] = []
-    for position, row in read_file_rows(path):
+    for position, row in json_rows(path):
         if isinstance(row, str):
             raise ValueError(f"{path}, {position}: {row}.")
         text, label = row.get("text"), row.get("label")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
+import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +16,12 @@ from torch import Tensor
 
 from kernelformer.conversion.losses import Batch, Figure, Reference, attention_loss
 from kernelformer.conversion.measure import CEILING, CallErrors
-from kernelformer.conversion.tune import start_maps
+from kernelformer.conversion.tune import Stage, start_maps
 from kernelformer.hf.convert import convert, cores, undo
-from kernelformer.hf.find import AttentionCall, attention_calls, find_attentions
+from kernelformer.hf.find import attention_calls, find_attentions
 from kernelformer.modules import METHODS, AttentionCore, build_attention, parse_method
 from kernelformer.modules.calibration import evaluating
 from kernelformer.modules.spec import maps_by_head
-from kernelformer.timing import Step, time_rounds
 
 FEATURES = (32, 64, 128, 256, 512)
 WINDOWS = (32, 64, 128)
@@ -41,7 +40,7 @@ class Candidate:
         size: number of features or landmarks; None where the method has none.
         window: 0 for none.
         sinks: with a window alone.
-        fitted: maps are fitted, see `fit_maps`; else they are where `start_maps` puts them.
+        fitted: maps are fitted, see `Trials.fit`; else they are where `start_maps` puts them.
     """
 
     method: str
@@ -92,7 +91,8 @@ def coarse_grid(*, causal: bool, length: int, first: str) -> list[Candidate]:
         first: the attention that comes before all others, see `propose`; its window is at most the widest.
     """
     windows, sinks = windows_for(length), 4 if causal else 1
-    methods = [x for x in UNTRAINED if not causal or _streams(x)]
+    parsed = ((x, *parse_method(x)) for x in UNTRAINED)
+    methods = [x for x, name, own in parsed if not causal or METHODS[name].holds(METHODS[name].causal, own)]
     local = [Candidate(LOCAL, None, w, sinks) for w in reversed(windows)]
     near = [w for w in windows if w <= START[0]][-1:]
     size = max(x for x in FEATURES if x <= max(FEATURES[0], min(START[1], length // 2)))
@@ -130,24 +130,14 @@ def neighbours(best: Iterable[Candidate], known: Iterable[Candidate], *, length:
     for x in best:
         new += [replace(x, window=w) for w in windows if x.window]
         if x.size is not None:
-            new += [replace(x, size=m) for m in _beside(FEATURES, x.size) if 2 * m <= max(length, 2 * FEATURES[0])]
+            place = FEATURES.index(x.size)
+            beside = FEATURES[max(0, place - 1) : place + 2]  # the sizes before and after it
+            new += [replace(x, size=m) for m in beside if m != x.size and 2 * m <= max(length, 2 * FEATURES[0])]
     seen = set(known)
     return [x for x in dict.fromkeys(new) if x not in seen]
 
 
-def _beside(values: Sequence[int], value: int) -> list[int]:
-    """The values before and after one of them, the smaller one first."""
-    place = values.index(value)
-    return [values[i] for i in (place - 1, place + 1) if 0 <= i < len(values)]
-
-
-def _streams(spec: str) -> bool:
-    name, options = parse_method(spec)
-    method = METHODS[name]
-    return method.holds(method.causal, options)
-
-
-RATE, WARM_UP = 2e-2, 5  # of the fit: above that of `transfer`, whose steps are many
+RATE = 2e-2  # of the fit: above that of `transfer`, whose steps are many
 
 
 @dataclass(frozen=True)
@@ -268,45 +258,17 @@ class Trials:
         Returns:
             The number of steps that were done.
         """
-        with self.converted(candidate) as student:
+        with self.converted(candidate) as student, torch.enable_grad():
             inside = cores(student)
-            done = fit_maps(inside, self.other_calls, steps=steps, seconds=seconds)
+            optimizer = torch.optim.Adam([x for core in inside.values() for x in core.parameters()], lr=RATE)
+            stage = Stage(optimizer, steps, seconds)
+            for step in stage:
+                optimizer.zero_grad()
+                for call in self.other_calls[step % len(self.other_calls)]:
+                    attention_loss(inside[call.name], *call.inputs, seed=step).backward()
+                stage.update(0.0, 0)
             self.states[candidate] = {name: copy.deepcopy(x.state_dict()) for name, x in inside.items()}
-        return done
-
-
-@torch.enable_grad()
-def fit_maps(
-    inside: Mapping[str, AttentionCore],
-    calls: Sequence[Sequence[AttentionCall]],
-    *,
-    steps: int,
-    seconds: float = math.inf,
-) -> int:
-    """Fit maps to recorded attention by Adam; returns the steps done.
-
-    A step is one pass of the records.
-
-    Args:
-        inside: cores by the names of their attentions, started by `start_maps`.
-        calls: of some passes of the original.
-        steps: at most.
-        seconds: at most.
-    """
-    parameters = [x for core in inside.values() for x in core.parameters()]
-    optimizer = torch.optim.Adam(parameters, lr=RATE)
-    start = time.monotonic()
-    for step in range(steps):
-        share = max(step / steps, (time.monotonic() - start) / seconds)
-        if share >= 1:
-            return step
-        rate = min(1.0, (step + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * share))
-        optimizer.param_groups[0]["lr"] = RATE * max(rate, 0.01)
-        optimizer.zero_grad()
-        for call in calls[step % len(calls)]:
-            attention_loss(inside[call.name], *call.inputs, seed=step).backward()
-        optimizer.step()
-    return steps
+        return len(stage.progress.losses)
 
 
 def _gathered(sums: Mapping[tuple[str, int], CallErrors]) -> Errors:
@@ -462,13 +424,16 @@ def time_attentions(cores: Mapping[str, AttentionCore], shape: Shape, length: in
     """Time attentions and exact attention by SDPA, in turns; one that fails is left out."""
     q, k, v = _inputs(shape, length)
     exact = build_attention(EXACT, head_dim=shape.head_dim, num_heads=shape.num_heads)
-    steps = {
-        name: Step(partial(core, q, k, v, is_causal=shape.causal)) for name, core in {**cores, EXACT: exact}.items()
-    }
+    times: dict[str, list[float]] = {}
     with evaluating(*cores.values()):
-        figures = time_rounds(steps, ROUNDS, 0.0)
-    base = figures[EXACT]["seconds"]
-    return {name: Timing(length, x["seconds"], base) for name, x in figures.items() if name != EXACT and "seconds" in x}
+        for _ in range(1 + ROUNDS):  # the first warms up
+            for name, core in {**cores, EXACT: exact}.items():
+                start = time.perf_counter()
+                with suppress(RuntimeError, MemoryError, ValueError):  # memory that is out, or what it cannot do
+                    core(q, k, v, is_causal=shape.causal)
+                    times.setdefault(name, []).append(time.perf_counter() - start)
+    medians = {name: statistics.median(x[1:]) for name, x in times.items() if len(x) > ROUNDS}
+    return {name: Timing(length, x, medians[EXACT]) for name, x in medians.items() if name != EXACT}
 
 
 def time_curve(

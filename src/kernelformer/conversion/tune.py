@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -150,7 +149,7 @@ class Progress:
     over: bool = False  # whether the stage is done
     rates: list[float] = field(default_factory=list)  # of the groups, at their peak
     whole: bool = True  # whether weights and losses are of the same steps
-    optimizer: torch.optim.Optimizer | None = None  # of the run that is going on
+    optimizer: torch.optim.Optimizer | None = None  # of the present run
     best: list[Tensor] | None = None  # trained tensors as they were at the best look
     _before: float = 0.0  # seconds of runs that were stopped
     _start: float = 0.0
@@ -210,9 +209,9 @@ class Stage:
         optimizer: torch.optim.Optimizer,
         steps: int,
         seconds: float | None,
-        progress: Progress | None,
-        look: Callable[[], float] | None,
-        log: Log | None,
+        progress: Progress | None = None,
+        look: Callable[[], float] | None = None,
+        log: Log | None = None,
     ) -> None:
         self.optimizer, self.steps, self.budget, self.look, self.log = optimizer, steps, seconds, look, log
         self.progress = progress or Progress()
@@ -384,7 +383,7 @@ def transfer(
         progress: of a run to resume; ``steps`` counts all of them, and ``batches`` start where it stopped, or
             with `ReusePolicy.first_batch` of its steps.
         log: called after each step with its number and the mean loss of the layers.
-        held_out: inputs to look at now and then; the maps of the best look are kept.
+        held_out: held-out inputs, evaluated regularly; the maps of the best evaluation are kept.
         reuse: how often what the original saw of a batch serves; each time other rows of it count.
         window_dropout: share of the rows in which near keys get the map's weights, see `attention_loss`.
 
@@ -406,8 +405,13 @@ def transfer(
     options: dict[str, Any] = {"window_dropout": window_dropout}
     with evaluating(student, teacher):
         held = [watched(x) for x in held_out]
-        look = partial(_held_loss, inside, held) if held else None
-        stage = Stage(torch.optim.Adam(parameters, lr=lr), steps, seconds, progress, look, log)
+
+        @torch.no_grad()
+        def look() -> float:
+            losses = [float(attention_loss(inside[x.name], *x.inputs)) for calls in held for x in calls]
+            return sum(losses) / len(losses)
+
+        stage = Stage(torch.optim.Adam(parameters, lr=lr), steps, seconds, progress, look if held else None, log)
         turns = reuse.steps(watched, batches, len(stage.progress.losses), steps)
         for step in stage:
             turn = next(turns)
@@ -419,12 +423,6 @@ def transfer(
                 total += float(loss.detach()) / len(turn.calls)
             stage.update(_finite("transfer", step, total), turn.tokens)
     return stage.progress.losses
-
-
-def _held_loss(inside: Mapping[str, AttentionCore], held: Sequence[Sequence[AttentionCall]]) -> float:
-    with torch.no_grad():
-        losses = [float(attention_loss(inside[x.name], *x.inputs)) for calls in held for x in calls]
-    return sum(losses) / len(losses)
 
 
 def _finite(stage: str, step: int, loss: float) -> float:
@@ -466,7 +464,7 @@ def tune(
         autocast: the precision of the passes, such as ``torch.bfloat16``; weights and losses stay as they are.
         progress: see `transfer`.
         log: called after each step with its number and the loss.
-        held_out: inputs to look at now and then; the weights of the best look are kept.
+        held_out: held-out inputs, evaluated regularly; the weights of the best evaluation are kept.
 
     Returns:
         The loss, step by step.
@@ -490,9 +488,9 @@ def tune(
             outputs = student(**inputs, output_hidden_states=True)
         return output_loss(outputs, wanted, inputs)
 
+    @torch.no_grad()
     def look() -> float:
-        with torch.no_grad():
-            return sum(float(losses(dict(x))) for x in held_out) / len(held_out)
+        return sum(float(losses(dict(x))) for x in held_out) / len(held_out)
 
     with evaluating(student, teacher):
         stage = Stage(optimizer, steps, seconds, progress, look if held_out else None, log)

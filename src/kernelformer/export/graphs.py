@@ -44,7 +44,7 @@ class Layout:
 
     @staticmethod
     def of(state: State, core: nn.Module) -> Layout:
-        """That of a state which this core has made."""
+        """Layout of a state which this core has made."""
         parts: tuple[Layout, ...] = ()
         if isinstance(state, PairState):
             pairs = zip(state.parts, (core.exact, core.linear), strict=True)
@@ -177,7 +177,10 @@ class Whole(nn.Module):
         super().__init__()
         self.model = model
         self.inputs = ["input_ids", "attention_mask"]
-        if getattr(model.config, "type_vocab_size", 0) > 1 and "token_type_ids" in _arguments(model):
+        if (
+            getattr(model.config, "type_vocab_size", 0) > 1
+            and "token_type_ids" in inspect.signature(model.forward).parameters
+        ):
             self.inputs.append("token_type_ids")
         self.seen = Seen()
 
@@ -270,10 +273,6 @@ class Step(nn.Module):
     def example(outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Inputs: the likeliest token after what a prompt's graph gave, and the states."""
         return outputs[0][:, -1].argmax(1, keepdim=True), *outputs[1:]
-
-
-def _arguments(model: nn.Module) -> list[str]:
-    return list(inspect.signature(model.forward).parameters)
 
 
 def _call(model: Any, ids: Tensor, positions: Tensor, cache: StateCache, keep: int, **given: Any) -> Tensor:

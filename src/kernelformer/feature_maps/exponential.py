@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from kernelformer.contract import PositiveChunks, PositiveSpec, Role
 from kernelformer.errors import choice, flag, positive_int
 from kernelformer.feature_maps.base import FeatureMap
-from kernelformer.feature_maps.projection import Dense, Projection, Transform
+from kernelformer.feature_maps.projection import DENSE, AffineChunks, Dense
 
 _ROW = {"softmax": -0.5, "gaussian": -1.0}
 
@@ -24,11 +24,11 @@ class ExponentialSpec(PositiveSpec):
 
     row: float
     constant: float
-    transform: Transform
+    transform: Dense = DENSE
 
     def feature_dim(self, tensors: Sequence[Tensor], head_dim: int) -> int:
-        """One feature per frequency."""
-        return self.transform.width(tensors, head_dim)
+        """One feature per entry of W x."""
+        return self.transform.width(tensors)
 
     def log_features(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> Tensor:
         """Evaluate the formula."""
@@ -39,63 +39,13 @@ class ExponentialSpec(PositiveSpec):
         norm = torch.linalg.vecdot(x, x).unsqueeze(-1)
         return self.transform.project(x, tensors, math.sqrt(scale), norm, self.row * scale)
 
-    def bind_rows(self, tensors: Sequence[Tensor], scale: float) -> Callable[[Tensor], Tensor] | None:
-        """One product, if W is one matrix for all heads."""
-        if not isinstance(self.transform, Dense) or self.transform.mirrored or tensors[0].shape[:2].numel() != 1:
-            return None
-        weight, root, row = tensors[0][0, 0].t(), math.sqrt(scale), self.row * scale
-        return lambda x: torch.addmm((x * x).sum(1, True), x, weight, beta=row, alpha=root)
-
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> PositiveChunks:
         """Bind for chunks, with the scale folded into the frequencies once."""
-        projection = self.transform.bind(tensors, math.sqrt(scale), learn)
-        if projection is None:
+        if type(self.transform) is not Dense:
             return super().bind(tensors, scale, normalize, learn)
-        return ExponentialChunks(projection, self, scale, normalize)
-
-
-class ExponentialChunks(PositiveChunks):
-    """`ExponentialSpec` on chunks."""
-
-    def __init__(self, projection: Projection, spec: ExponentialSpec, scale: float, normalize: bool) -> None:
-        self.projection, self.spec, self.scale, self.normalize = projection, spec, scale, normalize
-        self.row = spec.row * scale
-
-    def _offset(self, x: Tensor) -> Tensor:
-        norm: Tensor = torch.linalg.vector_norm(x, dim=-1)
-        offset = norm.square_().mul_(self.row)
-        return offset if self.normalize else offset.add_(self.spec.constant)
-
-    def queries(self, x: Tensor, shift: Tensor, out: Tensor) -> Tensor:
-        """Projection; the row's own offset cancels under normalization and is left out there."""
-        self.projection.rows(x, out, shift)
-        return out if self.normalize else out.add_(self._offset(x).unsqueeze(2))
-
-    def keys(self, x: Tensor, out: Tensor) -> Tensor:
-        """Projection with the offset as the summand of the product."""
-        return self.projection.columns(x, out, self._offset(x).unsqueeze(1))
-
-    def key_rows(self, x: Tensor, out: Tensor) -> Tensor:
-        """Same as `keys`, row by row."""
-        return self.projection.rows(x, out, self._offset(x).unsqueeze(2))
-
-    def vjp_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
-        """Compute ``grad W + 2 row x sum(grad)``; the sum is zero under normalization."""
-        self.projection.vjp_rows(x, grad, out)
-        return out if self.normalize else out.addcmul_(x, grad.sum(2, keepdim=True), value=2 * self.row)
-
-    def vjp_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
-        """The same for a transposed gradient."""
-        self.projection.vjp_columns(x, grad, out)
-        return out.addcmul_(x, grad.sum(1).unsqueeze(2), value=2 * self.row)
-
-    def at(self, row: int, head: int = 0) -> PositiveChunks:
-        """Row ``row`` of the projection."""
-        return ExponentialChunks(self.projection.at(row), self.spec, self.scale, self.normalize)
-
-    def tensor_grads(self) -> list[Tensor]:
-        """Gradients of the transform's tensors."""
-        return self.projection.tensor_grads()
+        constant = 0.0 if normalize else self.constant
+        both = self.transform.bind(tensors, math.sqrt(scale), learn, row=self.row * scale, constant=constant)
+        return AffineChunks(both, both, normalize)
 
 
 class PositiveMap(FeatureMap):
@@ -133,9 +83,8 @@ class PositiveMap(FeatureMap):
                 )
             norms = "sqrt"
         width = 2 * num_features if flag("hyperbolic", hyperbolic) else num_features
-        transform = Dense(mirrored=True) if hyperbolic else Dense()
         super().__init__(
-            ExponentialSpec(row=_ROW[kernel], constant=-0.5 * math.log(width), transform=transform),
+            ExponentialSpec(row=_ROW[kernel], constant=-0.5 * math.log(width), transform=Dense(mirrored=hyperbolic)),
             num_features=num_features,
             settings={"kernel": kernel, "hyperbolic": hyperbolic, "regularized": regularized},
             norms=norms,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kernelformer.errors import choice, number, positive_int
 from kernelformer.feature_maps.draws import generator, hadamard
-from kernelformer.feature_maps.projection import Dense, Transform
+from kernelformer.feature_maps.projection import DENSE, Dense
 from kernelformer.feature_maps.spectral import Smoothing, SpectralMap
 
 LEARN = {"none": "", "S": "S", "SGB": "SGB"}
@@ -74,10 +74,10 @@ def fastfood(x: Tensor, scale: Tensor, gauss: Tensor, signs: Tensor, permutation
 
 
 @dataclass(frozen=True)
-class FastFood(Transform):
+class FastFood(Dense):
     """Transform by `fastfood`; tensors: scale, gauss, signs, permutation, (B or 1, H or 1, blocks, d') each."""
 
-    def width(self, tensors: Sequence[Tensor], head_dim: int) -> int:
+    def width(self, tensors: Sequence[Tensor]) -> int:
         """Number of rows of all blocks, blocks d'."""
         return tensors[0].shape[-2] * tensors[0].shape[-1]
 
@@ -138,7 +138,7 @@ class FastFoodMap(SpectralMap):
         num_features, head_dim = positive_int("num_features", num_features), positive_int("head_dim", head_dim)
         self._check_size(num_features, head_dim)
         sigma = number("sigma", sigma, above=0)
-        how: Transform = FastFood() if choice("transform", transform, ("fwht", "dense")) == "fwht" else Dense()
+        how = FastFood() if choice("transform", transform, ("fwht", "dense")) == "fwht" else DENSE
         super().__init__(
             features,
             smoothing=smoothing,

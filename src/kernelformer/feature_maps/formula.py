@@ -64,8 +64,9 @@ class FormulaMap(FeatureMap):
             **common,
         )
         self.formula_settings = dict(given)
-        for name, x in self.first_values().items():
-            self.register_parameter(name, nn.Parameter(x.to("cpu", torch.float32, copy=True)))
+        with torch.device("cpu"):  # also where a model is built on the meta device
+            for name, x in self.first_values().items():
+                self.register_parameter(name, nn.Parameter(x.to("cpu", torch.float32, copy=True)))
         self._start()
 
     @staticmethod
@@ -83,8 +84,9 @@ class FormulaMap(FeatureMap):
         return {}
 
     def _reset_learned(self) -> None:
-        for name, x in self.first_values().items():
-            self.get_parameter(name).copy_(x)
+        with torch.device("cpu"):
+            for name, x in self.first_values().items():
+                self.get_parameter(name).copy_(x)
 
     def tensors(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         """Frequencies, if there are any, then the parameters: (1, heads, ...) each."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernelformer.contract import Role, SignedChunks, SignedSpec, Workspace, compute_dtype, scaled, wide_dtype
+from kernelformer.contract import Role, SignedSpec, compute_dtype, wide_dtype
 from kernelformer.errors import choice, flag, number, positive_int
 from kernelformer.feature_maps.base import FIRST, FeatureMap, parameter
 from kernelformer.feature_maps.draws import generator
@@ -76,61 +76,6 @@ class NystromSpec(SignedSpec):
         logs = logs - logs.detach().clamp_min(0)  # above 0 is rounding; the slope is that of the kernel all the same
         phi = logs.exp() @ root
         return phi, self.row * scale * x.square().sum(-1, keepdim=True) if self.has_factor else None
-
-    def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> SignedChunks:
-        """Bind for chunks, with the scale folded into the landmarks once."""
-        return NystromChunks(self, tensors, scale, normalize, learn)
-
-
-class NystromChunks(SignedChunks):
-    """`NystromSpec` on chunks."""
-
-    def __init__(
-        self, spec: NystromSpec, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool
-    ) -> None:
-        self.spec, self.scale, self.normalize = spec, scale, normalize
-        self.root = math.sqrt(scale)
-        self.weight = scaled(tensors[0], self.root)  # (N, s, D)
-        self.offset, self.half, self.centre = tensors[1].unsqueeze(1), tensors[2], tensors[3].unsqueeze(1)
-        self.grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in tensors] if learn else None
-        self.work = Workspace(self.weight.dtype, self.weight.device)
-
-    def _norm(self, x: Tensor) -> Tensor:
-        norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return norm.square_()
-
-    def _kernel(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute x less the centre, (N, C, D), and kappa(x, Z), (N, C, s)."""
-        near = torch.sub(x, self.centre, out=self.work.take("near", *x.shape))
-        logs = self.work.take("kernel", *x.shape[:2], self.weight.shape[1])
-        torch.baddbmm(self.offset, near, self.weight.transpose(1, 2), out=logs)
-        logs.sub_(self._norm(near).mul_(0.5 * self.scale))
-        return near, logs.clamp_max_(0).exp_()  # above 0 is rounding
-
-    def features(self, x: Tensor, role: Role, out: Tensor) -> Tensor | None:
-        """Kernel, times half of the inverse."""
-        torch.bmm(self._kernel(x)[1], self.half, out=out)
-        if not self.spec.has_factor or (role == "query" and self.normalize):
-            return None
-        return self._norm(x).mul_(self.spec.row * self.scale)
-
-    def vjp(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
-        """Differentiate the root, then the exponential by its own value; the centre has no gradient."""
-        near, kernel = self._kernel(x)
-        if self.grads is not None:
-            self.grads[2].baddbmm_(kernel.transpose(1, 2), grad)
-        logs = torch.bmm(grad, self.half.transpose(1, 2), out=self.work.take("slope", *phi.shape)).mul_(kernel)
-        if self.grads is not None:
-            self.grads[0].baddbmm_(logs.transpose(1, 2), near, alpha=self.root)
-            self.grads[1].add_(logs.sum(1))
-        torch.bmm(logs, self.weight, out=out)
-        out.addcmul_(near, logs.sum(2, keepdim=True), value=-self.scale)
-        return out if log_grad is None else out.addcmul_(x, log_grad, value=2 * self.spec.row * self.scale)
-
-    def tensor_grads(self) -> list[Tensor]:
-        """Gradients of landmarks, log weights and root, and zeros for the centre."""
-        assert self.grads is not None
-        return list(self.grads)
 
 
 class NystromMap(FeatureMap):

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernelformer.contract import PositiveChunks, PositiveSpec, Role, compute_dtype
+from kernelformer.contract import PositiveSpec, Role, compute_dtype
 from kernelformer.errors import flag, positive_int
-from kernelformer.feature_maps.projection import Dense, Projection
+from kernelformer.feature_maps.projection import DENSE
 from kernelformer.feature_maps.statistics import CalibratedMap, Statistics
 
 
@@ -44,58 +44,7 @@ class OptimalSpec(PositiveSpec):
     def _logs(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> Tensor:
         w, t = (tensors[0], tensors[3]) if role == "query" else (tensors[1], tensors[4])
         norm = (x * t.unsqueeze(-2)).square().sum(-1, keepdim=True)
-        return Dense().project(x, [w], math.sqrt(scale), norm, -0.5 * scale)
-
-    def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> PositiveChunks:
-        """Bind for chunks, with the scale folded into the frequencies once; nothing is learned."""
-        parts = [Dense().bind([w], math.sqrt(scale), learn=False) for w in tensors[:2]]
-        squares = [(x.square() * scale).unsqueeze(1) for x in tensors[3:]]
-        return OptimalChunks(parts, tensors[2], squares, normalize)
-
-
-class OptimalChunks(PositiveChunks):
-    """`OptimalSpec` on chunks; of each pair the first is the queries', the second the keys'.
-
-    Args:
-        parts: x -> sqrt(scale) w x.
-        constants: c, (N, M).
-        squares: scale t^2, (N, 1, D) each.
-        normalize: whether a summand per query cancels.
-    """
-
-    def __init__(self, parts: list[Projection], constants: Tensor, squares: list[Tensor], normalize: bool) -> None:
-        self.parts, self.constants, self.squares, self.normalize = parts, constants, squares, normalize
-
-    def _offset(self, x: Tensor, which: int) -> Tensor:
-        """Compute ``-scale |t x|^2 / 2``, (N, C, 1)."""
-        return (x.square() @ self.squares[which].mT).mul_(-0.5)
-
-    def queries(self, x: Tensor, shift: Tensor, out: Tensor) -> Tensor:
-        """Projection plus constants, under normalization those of the keys too and without the row's own offset."""
-        constants = self.constants.unsqueeze(1)
-        self.parts[0].rows(x, out, torch.add(shift, constants, alpha=2 if self.normalize else 1))
-        return out if self.normalize else out.add_(self._offset(x, 0))
-
-    def keys(self, x: Tensor, out: Tensor) -> Tensor:
-        """Projection with the offset as the summand of the product."""
-        self.parts[1].columns(x, out, self._offset(x, 1).mT)
-        return out if self.normalize else out.add_(self.constants.unsqueeze(2))
-
-    def vjp_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
-        """Compute ``grad W - scale t^2 x sum(grad)``; the sum is zero under normalization."""
-        self.parts[0].vjp_rows(x, grad, out)
-        return out if self.normalize else out.addcmul_(x * self.squares[0], grad.sum(2, keepdim=True), value=-1)
-
-    def vjp_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
-        """The same for a transposed gradient."""
-        self.parts[1].vjp_columns(x, grad, out)
-        return out.addcmul_(x * self.squares[1], grad.sum(1).unsqueeze(2), value=-1)
-
-    def at(self, row: int, head: int = 0) -> PositiveChunks:
-        """Row ``row`` as views."""
-        one = slice(row, row + 1)
-        parts, squares = [x.at(row) for x in self.parts], [x[one] for x in self.squares]
-        return OptimalChunks(parts, self.constants[one], squares, self.normalize)
+        return DENSE.project(x, [w], math.sqrt(scale), norm, -0.5 * scale)
 
 
 class OptimalMap(CalibratedMap):

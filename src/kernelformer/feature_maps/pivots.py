@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernelformer.contract import Role, SignedChunks, SignedSpec, Workspace, compute_dtype, wide_dtype
+from kernelformer.contract import Role, SignedSpec, compute_dtype, wide_dtype
 from kernelformer.errors import choice, positive_int
 from kernelformer.feature_maps.base import FeatureMap
 from kernelformer.feature_maps.draws import generator
@@ -248,75 +248,10 @@ class WildcatSpec(SignedSpec):
         phi = (logs - top).exp() @ root
         return phi, top if role == "key" else top + scale * (x @ centre.transpose(-1, -2))
 
-    def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> SignedChunks:
-        """Bind for chunks."""
-        return WildcatChunks(tensors, scale, normalize, learn)
-
 
 def _finite(top: Tensor) -> Tensor:
     """Replace the largest logarithm of a row by 0 if there is no landmark."""
     return top.masked_fill(top == -torch.inf, 0)
-
-
-class WildcatChunks(SignedChunks):
-    """`WildcatSpec` on chunks."""
-
-    def __init__(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> None:
-        self.scale, self.normalize = scale, normalize
-        self.landmarks, offset, self.half, centre, tau = tensors
-        self.offset, self.centre = offset.unsqueeze(1), centre.unsqueeze(1)
-        self.shrink, self.stretch = (math.sqrt(scale) / tau).unsqueeze(1), (math.sqrt(scale) * tau).unsqueeze(1)
-        self.grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in tensors] if learn else None
-        self.work = Workspace(self.landmarks.dtype, self.landmarks.device)
-
-    def _seen(self, x: Tensor, role: Role) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows as the landmarks see them, (N, C, D), the kernel (N, C, r) up to a factor, and its log (N, C, 1)."""
-        seen = self.work.take("seen", *x.shape)
-        if role == "key":
-            torch.sub(x, self.centre, out=seen).mul_(self.shrink)
-        else:
-            torch.mul(x, self.stretch, out=seen)
-        logs = self.work.take("kernel", *x.shape[:2], self.landmarks.shape[1])
-        torch.baddbmm(self.offset, seen, self.landmarks.transpose(1, 2), out=logs)
-        top = _finite(logs.amax(2, keepdim=True))
-        return seen, logs.sub_(top).exp_(), top
-
-    def features(self, x: Tensor, role: Role, out: Tensor) -> Tensor | None:
-        """Kernel, times half of the inverse."""
-        _, kernel, factor = self._seen(x, role)
-        torch.bmm(kernel, self.half, out=out)
-        if role == "key":
-            return factor
-        return None if self.normalize else factor.add_((x @ self.centre.transpose(1, 2)).mul_(self.scale))
-
-    def vjp(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
-        """Differentiate the root, then the exponential by its own value; the reference of a row cancels."""
-        seen, kernel, _ = self._seen(x, role)
-        if self.grads is not None:
-            self.grads[2].baddbmm_(kernel.transpose(1, 2), grad)
-        logs = torch.bmm(grad, self.half.transpose(1, 2), out=self.work.take("slope", *phi.shape)).mul_(kernel)
-        if self.grads is not None:
-            self.grads[0].baddbmm_(logs.transpose(1, 2), seen)
-            self.grads[1].add_(logs.sum(1))
-        torch.bmm(logs, self.landmarks, out=out)
-        if role == "key":
-            out.mul_(self.shrink)
-            self._add_centre(out.sum(1), -1.0)
-            return out
-        out.mul_(self.stretch)
-        if log_grad is not None:
-            out.addcmul_(self.centre, log_grad, value=self.scale)
-            self._add_centre((x * log_grad).sum(1), self.scale)
-        return out
-
-    def _add_centre(self, grad: Tensor, factor: float) -> None:
-        if self.grads is not None:
-            self.grads[3].add_(grad, alpha=factor)
-
-    def tensor_grads(self) -> list[Tensor]:
-        """Gradients of landmarks, their squares, root and centre; tau counts as constant."""
-        assert self.grads is not None
-        return list(self.grads)
 
 
 class WildcatMap(FeatureMap):

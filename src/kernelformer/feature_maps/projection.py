@@ -1,11 +1,7 @@
-"""The linear part ``z = W x`` of a map: the definition of W, and its products with chunks.
-
-A `Transform` is part of a spec and says how W follows from the map's tensors; bound to them it is a `Projection`.
-"""
+"""The linear part ``z = W x`` of a map: its definition, and log features ``W x + b`` on chunks by hand."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,64 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernelformer.contract import scaled
-
-
-class Projection(ABC):
-    """Transform bound to the rows of a block; letters as in `contract`."""
-
-    @abstractmethod
-    def rows(self, x: Tensor, out: Tensor, shift: Tensor | None = None) -> Tensor:
-        """Compute ``out = W x + shift`` by rows: x (N, C, D), shift broadcastable to out (N, C, M); returns out."""
-
-    @abstractmethod
-    def columns(self, x: Tensor, out: Tensor, shift: Tensor | None = None) -> Tensor:
-        """Compute `rows` transposed: shift broadcastable to out (N, M, C)."""
-
-    @abstractmethod
-    def vjp_rows(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
-        """Gradient of `rows` at x, grad (N, C, M) -> out (N, C, D); adds to `tensor_grads` if bound to learn."""
-
-    @abstractmethod
-    def vjp_columns(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
-        """Gradient of `columns` at x, grad (N, M, C) -> out (N, C, D); adds to `tensor_grads` as well."""
-
-    @abstractmethod
-    def at(self, row: int) -> Projection:
-        """Return the same for one row of N, by views, so that gradients are summed in the whole."""
-
-    def tensor_grads(self) -> list[Tensor]:
-        """Return the gradients of the bound tensors, (N, ...) each, summed over all vector-Jacobian products so far."""
-        raise TypeError(f"{type(self).__name__} has no tensors to learn.")
+from kernelformer.contract import PositiveChunks, scaled
 
 
 @dataclass(frozen=True)
-class Transform(ABC):
-    """Linear map from x to z, given the map's tensors."""
-
-    @abstractmethod
-    def width(self, tensors: Sequence[Tensor], head_dim: int) -> int:
-        """Number of entries of z."""
-
-    @abstractmethod
-    def project(
-        self, x: Tensor, tensors: Sequence[Tensor], factor: float, offset: Tensor | None = None, weight: float = 1.0
-    ) -> Tensor:
-        """Definition, ``factor W x + weight offset``: x (B, H, C, D), offset (B, H, C, 1) -> (B, H, C, M)."""
-
-    def bind(self, tensors: Sequence[Tensor], factor: float, learn: bool) -> Projection | None:
-        """Bind ``factor W`` for chunks; tensors (N, ...). None, the default: chunks go through `project`."""
-        return None
-
-
-@dataclass(frozen=True)
-class Dense(Transform):
-    """Transform by one matrix W; tensors: omega (B or 1, H or 1, M, D). Mirrored: W and -W, one below the other."""
+class Dense:
+    """Product with one matrix W; tensors: omega (B or 1, H or 1, M, D). Mirrored: W and -W, one below the other."""
 
     mirrored: bool = False
 
-    def width(self, tensors: Sequence[Tensor], head_dim: int) -> int:
-        """One row per frequency, two if mirrored."""
+    def width(self, tensors: Sequence[Tensor]) -> int:
+        """Number of entries of z."""
         return tensors[0].shape[-2] * (2 if self.mirrored else 1)
 
     def matrix(self, omega: Tensor) -> Tensor:
@@ -80,7 +29,10 @@ class Dense(Transform):
     def project(
         self, x: Tensor, tensors: Sequence[Tensor], factor: float, offset: Tensor | None = None, weight: float = 1.0
     ) -> Tensor:
-        """One product, for all heads at once if they share the frequencies."""
+        """Definition, ``factor W x + weight offset``: x (B, H, C, D), offset (B, H, C, 1) -> (B, H, C, M).
+
+        One product for all heads at once if they share the frequencies.
+        """
         omega = self.matrix(tensors[0])
         x = x.to(omega.dtype)
         if omega.shape[:-2].numel() == 1 and torch.compiler.is_exporting():  # a flat view would fix the length
@@ -96,102 +48,163 @@ class Dense(Transform):
         z = (x * factor) @ omega.transpose(-1, -2)
         return z if offset is None else torch.add(z, offset, alpha=weight)
 
-    def bind(self, tensors: Sequence[Tensor], factor: float, learn: bool) -> Projection:
-        """Fold the factor into the matrix once."""
+    def bind(
+        self,
+        tensors: Sequence[Tensor],
+        factor: float,
+        learn: bool,
+        *,
+        row: float = 0.0,
+        constant: float = 0.0,
+        units: int = 0,
+    ) -> Affine:
+        """Bind ``factor W x + b + row |x|^2 + constant`` for chunks; tensors: omega and, if there is one, b (N, M)."""
         weight = scaled(tensors[0], factor, self.matrix)
-        grads = torch.zeros_like(weight, memory_format=torch.contiguous_format) if learn else None
-        return DenseProjection(weight, grads, factor, self.mirrored)
+        held = [weight, *tensors[1:]]
+        grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in held] if learn else []
+        return Affine(self, held, grads, factor, row, constant, units)
 
 
-class DenseProjection(Projection):
-    """`Dense` on chunks: each call is one matrix product into the caller's buffer."""
+DENSE = Dense()
 
-    def __init__(self, weight: Tensor, grads: Tensor | None, factor: float, mirrored: bool) -> None:
-        self.weight, self.grads, self.factor, self.mirrored = weight, grads, factor, mirrored
 
-    def rows(self, x: Tensor, out: Tensor, shift: Tensor | None = None) -> Tensor:
-        """One product with the shift as its summand."""
-        weight = self.weight.transpose(1, 2)
+@dataclass
+class Affine:
+    """Logarithms ``z = W x + b + row |x|^2 + constant`` on chunks, less the log-sum-exp of each unit of z.
+
+    Each call is one matrix product into the caller's buffer, with what it can as its summand. ``dim`` is the axis of
+    the features: 2, rows (N, C, M), or 1, columns (N, M, C).
+
+    Args:
+        dense: the definition of W.
+        tensors: ``factor W`` (N, M, D) and, if there is one, b (N, M).
+        grads: of these, to be summed up; empty where nothing is learned.
+        factor: of W.
+        row: of the squared norm.
+        constant: added to it.
+        units: into how many equal parts z goes, each divided by its sum; 0 leaves z as it is.
+    """
+
+    dense: Dense
+    tensors: list[Tensor]
+    grads: list[Tensor]
+    factor: float
+    row: float
+    constant: float
+    units: int
+
+    def logs(self, x: Tensor, dim: int, out: Tensor, shift: Tensor | None = None, norm: bool = True) -> Tensor:
+        """Compute ``out = z + shift``, with ``norm=False`` without what depends on |x| alone."""
+        last = shift if self.units else None
+        shift = None if self.units else shift
+        for b in self.tensors[1:]:
+            b = b.unsqueeze(3 - dim)
+            shift = b if shift is None else shift + b
+        offset = self._offset(x).unsqueeze(dim) if norm and (self.row or self.constant) else None
+        if shift is None:
+            shift, offset = offset, None
+        self._product(x, dim, out, shift)
+        if offset is not None:
+            out.add_(offset)
+        if self.units:
+            parts = out.unflatten(dim, (self.units, -1))
+            parts.sub_(parts.logsumexp(dim + 1, keepdim=True))
+        return out if last is None else out.add_(last)
+
+    def vjp(self, x: Tensor, dim: int, grad: Tensor, out: Tensor, norm: bool = True) -> Tensor:
+        """Gradient of `logs` at x, (N, C, D), written into out; adds to the gradients of the tensors."""
+        if self.units:
+            logs = self.logs(x, dim, torch.empty_like(grad))
+            shares, parts = (y.unflatten(dim, (self.units, -1)) for y in (logs, grad))
+            total = parts.sum(dim + 1, keepdim=True)
+            grad = torch.addcmul(parts, shares.exp_(), total, value=-1).flatten(dim, dim + 1)
+        rows = grad if dim == 2 else grad.transpose(1, 2)
+        if self.grads:
+            self.grads[0].baddbmm_(rows.transpose(1, 2), x)
+        for b in self.grads[1:]:
+            b += grad.sum(3 - dim)
+        torch.bmm(rows, self.tensors[0], out=out)
+        return out.addcmul_(x, grad.sum(dim).unsqueeze(2), value=2 * self.row) if norm and self.row else out
+
+    def at(self, row: int) -> Affine:
+        """Row ``row`` of N as views, so that gradients are summed in the whole."""
+        tensors, grads = ([x[row : row + 1] for x in some] for some in (self.tensors, self.grads))
+        return Affine(self.dense, tensors, grads, self.factor, self.row, self.constant, self.units)
+
+    def tensor_grads(self) -> list[Tensor]:
+        """Gradients of omega and b: undo the folded factor, and both signs of a mirrored W."""
+        grad = self.grads[0] * self.factor
+        if self.dense.mirrored:
+            plus, minus = grad.chunk(2, dim=1)
+            grad = plus - minus
+        return [grad, *self.grads[1:]]
+
+    def _offset(self, x: Tensor) -> Tensor:
+        norm: Tensor = torch.linalg.vector_norm(x, dim=-1)
+        offset = norm.square_().mul_(self.row)
+        return offset.add_(self.constant) if self.constant else offset
+
+    def _product(self, x: Tensor, dim: int, out: Tensor, shift: Tensor | None) -> Tensor:
+        weight = self.tensors[0]
+        if dim == 1:
+            x = x.transpose(1, 2)
+            return torch.bmm(weight, x, out=out) if shift is None else torch.baddbmm(shift, weight, x, out=out)
+        weight = weight.transpose(1, 2)
         if x.shape[0] > 1 and weight.stride(0) == 0 and x.is_contiguous() and out.is_contiguous():
             torch.mm(x.flatten(0, 1), weight[0], out=out.flatten(0, 1))
             return out if shift is None else out.add_(shift)
         return torch.bmm(x, weight, out=out) if shift is None else torch.baddbmm(shift, x, weight, out=out)
 
-    def columns(self, x: Tensor, out: Tensor, shift: Tensor | None = None) -> Tensor:
-        """One product with the shift as its summand."""
-        x = x.transpose(1, 2)
-        return torch.bmm(self.weight, x, out=out) if shift is None else torch.baddbmm(shift, self.weight, x, out=out)
 
-    def vjp_rows(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
-        """Multiply the gradient by W."""
-        if self.grads is not None:
-            self.grads.baddbmm_(grad.transpose(1, 2), x)
-        return torch.bmm(grad, self.weight, out=out)
+class AffineChunks(PositiveChunks):
+    """Positive map with affine log features on chunks.
 
-    def vjp_columns(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
-        """The same for a transposed gradient."""
-        if self.grads is not None:
-            self.grads.baddbmm_(grad, x)
-        return torch.bmm(grad.transpose(1, 2), self.weight, out=out)
+    Args:
+        query: log features of the queries.
+        key: log features of the keys; the same object if both have one map.
+        normalize: whether a summand per query cancels.
+        group: R, query heads of a row that have maps of their own, N R of them; 1 where they share the row's.
+    """
 
-    def at(self, row: int) -> Projection:
-        """Row ``row`` as views."""
-        one = slice(row, row + 1)
-        grads = None if self.grads is None else self.grads[one]
-        return DenseProjection(self.weight[one], grads, self.factor, self.mirrored)
+    def __init__(self, query: Affine, key: Affine, normalize: bool, group: int = 1) -> None:
+        self.query, self.key, self.norm, self.group = query, key, not normalize, group
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """View rows (N, R C, X) with a map for each head as (N R, C, X)."""
+        return x if self.group == 1 else x.view(x.shape[0] * self.group, -1, x.shape[2])
+
+    def queries(self, x: Tensor, shift: Tensor, out: Tensor) -> Tensor:
+        """See `PositiveChunks`."""
+        shift = shift if self.group == 1 else shift.repeat_interleave(self.group, 0)
+        self.query.logs(self._by_head(x), 2, self._by_head(out), shift, self.norm)
+        return out
+
+    def keys(self, x: Tensor, out: Tensor) -> Tensor:
+        """See `PositiveChunks`."""
+        return self.key.logs(x, 1, out)
+
+    def key_rows(self, x: Tensor, out: Tensor) -> Tensor:
+        """See `PositiveChunks`."""
+        return self.key.logs(x, 2, out)
+
+    def vjp_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+        """See `PositiveChunks`."""
+        self.query.vjp(self._by_head(x), 2, self._by_head(grad), self._by_head(out), self.norm)
+        return out
+
+    def vjp_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+        """See `PositiveChunks`."""
+        return self.key.vjp(x, 1, grad, out)
+
+    def at(self, row: int, head: int = 0) -> AffineChunks:
+        """See `PositiveChunks`."""
+        query = self.query.at(row * self.group + (head if self.group > 1 else 0))
+        return AffineChunks(query, query if self.key is self.query else self.key.at(row), not self.norm)
 
     def tensor_grads(self) -> list[Tensor]:
-        """Gradient of omega: undo the folded factor, and both signs of a mirrored one."""
-        assert self.grads is not None
-        grad = self.grads * self.factor
-        if self.mirrored:
-            plus, minus = grad.chunk(2, dim=1)
-            grad = plus - minus
-        return [grad]
-
-
-@dataclass(frozen=True)
-class Identity(Transform):
-    """Transform z = x, without tensors."""
-
-    def width(self, tensors: Sequence[Tensor], head_dim: int) -> int:
-        """Head dimension."""
-        return head_dim
-
-    def project(
-        self, x: Tensor, tensors: Sequence[Tensor], factor: float, offset: Tensor | None = None, weight: float = 1.0
-    ) -> Tensor:
-        """Multiply by the factor."""
-        return x * factor if offset is None else torch.add(x * factor, offset, alpha=weight)
-
-    def bind(self, tensors: Sequence[Tensor], factor: float, learn: bool) -> Projection:
-        """Bind the factor."""
-        return IdentityProjection(factor)
-
-
-class IdentityProjection(Projection):
-    """`Identity` on chunks."""
-
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
-
-    def rows(self, x: Tensor, out: Tensor, shift: Tensor | None = None) -> Tensor:
-        """Multiply by the factor."""
-        torch.mul(x, self.factor, out=out)
-        return out if shift is None else out.add_(shift)
-
-    def columns(self, x: Tensor, out: Tensor, shift: Tensor | None = None) -> Tensor:
-        """Multiply by the factor and transpose."""
-        return self.rows(x.transpose(1, 2), out, shift)
-
-    def vjp_rows(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
-        """Multiply by the factor."""
-        return torch.mul(grad, self.factor, out=out)
-
-    def vjp_columns(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
-        """Multiply by the factor and transpose."""
-        return torch.mul(grad.transpose(1, 2), self.factor, out=out)
-
-    def at(self, row: int) -> Projection:
-        """Return itself: all rows are the same."""
-        return self
+        """See `PositiveChunks`."""
+        same = self.key is self.query
+        queries = self.query.tensor_grads()
+        if self.group > 1:
+            queries = [x.unflatten(0, (-1, self.group)) for x in queries]
+        return queries if same else [*queries, *self.key.tensor_grads()]

@@ -23,13 +23,13 @@ from kernelformer.feature_maps.base import FIRST, FeatureMap, parameter
 from kernelformer.feature_maps.draws import generator
 from kernelformer.feature_maps.exponential import ExponentialSpec
 from kernelformer.feature_maps.fourier import FourierSpec
-from kernelformer.feature_maps.projection import Dense, Transform
+from kernelformer.feature_maps.projection import DENSE, Dense
 
 Smoothing = float | Literal["noise"]
 STARTS = ("identity", "xavier")  # of a mixture's covariances
 
 
-def spectral_spec(features: str, width: int, independent: int, smoothing: Smoothing, transform: Transform) -> Spec:
+def spectral_spec(features: str, width: int, independent: int, smoothing: Smoothing, transform: Dense) -> Spec:
     """Build the spec of RKS or PRF features.
 
     Args:
@@ -59,7 +59,7 @@ class SpectralMap(FeatureMap):
         features: ``rks`` or ``prf``.
         smoothing: s of RKS features, a number of at least 0 or ``noise``; see `spectral_spec`.
         width: number of frequencies, of which ``num_features`` are independent; None: all are.
-        transform: x -> W x; None: a matrix.
+        transform: x -> W x.
 
     The others are those of `FeatureMap`.
     """
@@ -74,14 +74,14 @@ class SpectralMap(FeatureMap):
         settings: Mapping[str, object],
         num_features: int,
         width: int | None = None,
-        transform: Transform | None = None,
+        transform: Dense = DENSE,
         **common: Any,
     ) -> None:
         if not isinstance(smoothing, str):
             smoothing = number("smoothing", smoothing, at_least=0)
         own = {"features": features, **settings, **({"smoothing": smoothing} if features == "rks" else {})}
         width = num_features if width is None else width
-        spec = spectral_spec(features, width, num_features, smoothing, transform or Dense())
+        spec = spectral_spec(features, width, num_features, smoothing, transform)
         super().__init__(spec, num_features=num_features, settings=own, **common)
 
     def _draws(self, draw: int) -> dict[str, Tensor]:

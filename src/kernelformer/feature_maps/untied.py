@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ from kernelformer.contract import PositiveChunks, PositiveSpec, Role, intern_for
 from kernelformer.errors import choice, flag, positive_int
 from kernelformer.feature_maps.base import FIRST, FeatureMap, parameter
 from kernelformer.feature_maps.draws import draw_frequencies, generator
-from kernelformer.feature_maps.projection import Dense, Projection
+from kernelformer.feature_maps.projection import AffineChunks, Dense
 from kernelformer.feature_maps.statistics import CalibratedMap, Statistics
 
 
@@ -39,7 +39,7 @@ class UntiedSpec(PositiveSpec):
 
     def feature_dim(self, tensors: Sequence[Tensor], head_dim: int) -> int:
         """One feature per row of W."""
-        return self._linear.width(tensors, head_dim)
+        return self._linear.width(tensors)
 
     @property
     def tied(self) -> bool:
@@ -65,138 +65,18 @@ class UntiedSpec(PositiveSpec):
 
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> PositiveChunks:
         """Bind for chunks; every summand differs from feature to feature, so nothing cancels."""
-        queries, keys = _of("query", tensors), _of("key", tensors)
-        group = queries[0].shape[1] if self.grouped else 1
-        if self.grouped:
-            queries = [x.flatten(0, 1) for x in queries]
-        parts = []
-        for (w, *bias), units in ((queries, self.query_units), (keys, self.key_units)):
-            grads = [torch.zeros_like(b, memory_format=torch.contiguous_format) for b in bias] if learn else []
-            parts.append(LogUnits(self._linear.bind([w], math.sqrt(scale), learn), bias, grads, units))
-        return UntiedChunks(parts[0], parts[1], group)
+        (w, *bias), keys = _of("query", tensors), _of("key", tensors)
+        group = w.shape[1] if self.grouped else 1
+        queries = [x.flatten(0, 1) if self.grouped else x for x in (w, *bias)]
+        root = math.sqrt(scale)
+        query = self._linear.bind(queries, root, learn, units=self.query_units)
+        return AffineChunks(query, self._linear.bind(keys, root, learn, units=self.key_units), normalize, group)
 
 
 def _of(role: Role, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Select the tensors of one role: the first half is that of the queries."""
     half = len(tensors) // 2
     return list(tensors[:half] if role == "query" else tensors[half:])
-
-
-class LogUnits(Projection):
-    """Projection ``z = W x + b``, less the log-sum-exp of each of ``units`` equal parts of z.
-
-    Args:
-        linear: x -> W x.
-        bias: b (N, M), or nothing.
-        grads: gradient of b, to be summed up, where there is a b that learns.
-        units: 0 leaves z as it is.
-    """
-
-    def __init__(self, linear: Projection, bias: list[Tensor], grads: list[Tensor], units: int) -> None:
-        self.linear, self.bias, self.grads, self.units = linear, bias, grads, units
-
-    def rows(self, x: Tensor, out: Tensor, shift: Tensor | None = None) -> Tensor:
-        """Fold summands into the product where nothing comes between."""
-        return self._logs(self.linear.rows, 2, x, out, shift)
-
-    def columns(self, x: Tensor, out: Tensor, shift: Tensor | None = None) -> Tensor:
-        """Same as `rows`, transposed."""
-        return self._logs(self.linear.columns, 1, x, out, shift)
-
-    def vjp_rows(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
-        """Compute ``grad - phi sum(grad)`` of each part, then multiply by W."""
-        grad = self._vjp(self.linear.rows, 2, x, grad)
-        return self.linear.vjp_rows(x, grad, out)
-
-    def vjp_columns(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
-        """The same for a transposed gradient."""
-        grad = self._vjp(self.linear.columns, 1, x, grad)
-        return self.linear.vjp_columns(x, grad, out)
-
-    def at(self, row: int) -> Projection:
-        """Row ``row`` as views."""
-        bias, grads = ([x[row : row + 1] for x in some] for some in (self.bias, self.grads))
-        return LogUnits(self.linear.at(row), bias, grads, self.units)
-
-    def tensor_grads(self) -> list[Tensor]:
-        """Gradients of w and b."""
-        return [*self.linear.tensor_grads(), *self.grads]
-
-    def _affine(self, product: Callable[..., Tensor], dim: int, x: Tensor, out: Tensor, shift: Tensor | None) -> Tensor:
-        """Compute ``out = W x + b + shift``; ``dim`` is the axis of the features."""
-        for b in self.bias:
-            b = b.unsqueeze(3 - dim)
-            shift = b if shift is None else shift + b
-        return product(x, out, shift)
-
-    def _logs(self, product: Callable[..., Tensor], dim: int, x: Tensor, out: Tensor, shift: Tensor | None) -> Tensor:
-        if not self.units:
-            return self._affine(product, dim, x, out, shift)
-        parts = self._affine(product, dim, x, out, None).unflatten(dim, (self.units, -1))
-        parts.sub_(parts.logsumexp(dim + 1, keepdim=True))
-        return out if shift is None else out.add_(shift)
-
-    def _vjp(self, product: Callable[..., Tensor], dim: int, x: Tensor, grad: Tensor) -> Tensor:
-        """Gradient at W x, from that of `rows` or `columns`; adds to that of b."""
-        if self.units:
-            logs = self._affine(product, dim, x, torch.empty_like(grad), None)
-            shares, parts = (y.unflatten(dim, (self.units, -1)) for y in (logs, grad))
-            total = parts.sum(dim + 1, keepdim=True)
-            grad = torch.addcmul(parts, shares.softmax(dim + 1), total, value=-1).flatten(dim, dim + 1)
-        for b in self.grads:
-            b += grad.sum(3 - dim)
-        return grad
-
-
-class UntiedChunks(PositiveChunks):
-    """`UntiedSpec` on chunks.
-
-    Args:
-        query: log phi of the queries.
-        key: log phi of the keys.
-        group: R, query heads of a row that have maps of their own, N R of them; 1 where they share the row's.
-    """
-
-    def __init__(self, query: Projection, key: Projection, group: int = 1) -> None:
-        self.query, self.key, self.group = query, key, group
-
-    def _by_head(self, x: Tensor) -> Tensor:
-        """View rows (N, R C, X) with a map for each head as (N R, C, X)."""
-        return x if self.group == 1 else x.view(x.shape[0] * self.group, -1, x.shape[2])
-
-    def queries(self, x: Tensor, shift: Tensor, out: Tensor) -> Tensor:
-        """See `PositiveChunks`."""
-        shift = shift if self.group == 1 else shift.repeat_interleave(self.group, 0)
-        self.query.rows(self._by_head(x), self._by_head(out), shift)
-        return out
-
-    def keys(self, x: Tensor, out: Tensor) -> Tensor:
-        """See `PositiveChunks`."""
-        return self.key.columns(x, out)
-
-    def key_rows(self, x: Tensor, out: Tensor) -> Tensor:
-        """See `PositiveChunks`."""
-        return self.key.rows(x, out)
-
-    def vjp_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
-        """See `PositiveChunks`."""
-        self.query.vjp_rows(self._by_head(x), self._by_head(grad), self._by_head(out))
-        return out
-
-    def vjp_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
-        """See `PositiveChunks`."""
-        return self.key.vjp_columns(x, grad, out)
-
-    def at(self, row: int, head: int = 0) -> PositiveChunks:
-        """Row ``row`` as views, for the queries of one head."""
-        return UntiedChunks(self.query.at(row * self.group + (head if self.group > 1 else 0)), self.key.at(row))
-
-    def tensor_grads(self) -> list[Tensor]:
-        """Gradients in the order of the tensors."""
-        queries = self.query.tensor_grads()
-        if self.group > 1:
-            queries = [x.unflatten(0, (-1, self.group)) for x in queries]
-        return [*queries, *self.key.tensor_grads()]
 
 
 class UntiedMap(FeatureMap):

@@ -278,11 +278,6 @@ def probing(model: PreTrainedModel, probe: Any, mask: Any = sdpa_mask) -> Iterat
         AttentionInterface.register(PROBE, sdpa_attention_forward)  # it is global: a probe would stay alive
 
 
-def _whole_mask(*args: Any, **options: Any) -> Any:
-    """Make a mask also where SDPA would do without: it shows whether attention is causal, or has a pattern."""
-    return make_mask_of_pattern(*args, **{**options, "allow_is_causal_skip": False})
-
-
 @contextmanager
 def _watching(model: nn.Module, probe: Probe) -> Iterator[None]:
     """Send every attention that is covered through a probe for a block."""
@@ -290,10 +285,14 @@ def _watching(model: nn.Module, probe: Probe) -> Iterator[None]:
     def note(module: nn.Module, *_: Any) -> None:
         probe.calls[id(module)] += 1
 
+    def whole_mask(*args: Any, **options: Any) -> Any:
+        """Make a mask also where SDPA would do without: it shows if attention is causal, or has a pattern."""
+        return make_mask_of_pattern(*args, **{**options, "allow_is_causal_skip": False})
+
     unseen = (x for x in model.modules() if family_of(x).way in ("multihead", "own"))  # by an interface
     handles = [x.register_forward_pre_hook(note) for x in unseen]
     try:
-        with probing(model, probe, _whole_mask) if isinstance(model, PreTrainedModel) else nullcontext():
+        with probing(model, probe, whole_mask) if isinstance(model, PreTrainedModel) else nullcontext():
             yield
     finally:
         for handle in handles:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.models.auto import modeling_auto
@@ -129,11 +129,9 @@ def build_original(record: Mapping[str, Any], folder: Path) -> Any:
 
 def check_fit(record: Mapping[str, Any], plan: Conversion, folder: Path) -> None:
     """Raise if the configuration does not fit the weights; it takes no memory and draws nothing."""
-    try:
+    with _reading_weights(folder):
         files = _weight_files(folder)
         saved = saved_shapes(files)
-    except (OSError, SafetensorError) as reason:
-        raise ValueError(f"the weights in {folder} cannot be read: {reason}.") from None
     try:
         check_shapes(lambda: build_original(record, folder), saved)
         check_sizes([x.options for x in plan.layers], files)
@@ -154,7 +152,9 @@ def load_weights(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None
     Raises:
         ValueError: they cannot be read, or do not fit.
     """
-    weights = _read_weights(folder)
+    with _reading_weights(folder):
+        # Copies: a file's tensors lie anywhere in memory, and sums come out otherwise where they are not aligned.
+        weights = {key: x.clone() for path in _weight_files(folder) for key, x in load_file(path).items()}
     if dtype is not None:
         cores = torch.float64 if dtype == torch.float64 else torch.float32
         for name, x in weights.items():
@@ -174,25 +174,19 @@ def load_weights(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None
         )
 
 
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    weights: dict[str, Tensor] = {}
+@contextmanager
+def _reading_weights(folder: Path) -> Iterator[None]:
     try:
-        for path in _weight_files(folder):
-            # Copies: a file's tensors lie anywhere in memory, and sums come out otherwise where they are not aligned.
-            weights |= {key: x.clone() for key, x in load_file(path).items()}
+        yield
     except (OSError, ValueError, SafetensorError) as reason:
         raise ValueError(f"the weights in {folder} cannot be read: {reason}.") from None
-    return weights
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    try:
-        files = weight_files(folder)
-        for path in files:
-            if not path.is_file():
-                raise ValueError(f"there is no {path.name}, and a converted model has its weights as safetensors")
-    except ValueError as reason:
-        raise ValueError(f"the weights in {folder} cannot be read: {reason}.") from None
+    files = weight_files(folder)
+    for path in files:
+        if not path.is_file():
+            raise ValueError(f"there is no {path.name}, and a converted model has its weights as safetensors")
     return files
 
 

@@ -5,7 +5,7 @@ from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.exact import GaussianCore, SoftmaxCore
 from kernelformer.modules.kernel import KernelCore
 from kernelformer.modules.layer import KernelAttention
-from kernelformer.modules.methods import METHODS, Method, list_methods
+from kernelformer.modules.methods import METHODS, Method, list_methods, register_method
 from kernelformer.modules.mixed import MixedCore
 from kernelformer.modules.multihead import MultiheadAttention, replace_attention, restore_attention
 from kernelformer.modules.positions import RelativePositions, RotaryPositions
@@ -41,6 +41,7 @@ __all__ = [
     "parse_attention",
     "parse_method",
     "redraw",
+    "register_method",
     "replace_attention",
     "restore_attention",
 ]

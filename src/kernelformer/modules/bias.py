@@ -12,14 +12,15 @@ from torch import Tensor
 
 from kernelformer.attention import State
 from kernelformer.attention.dispatch import attend_biased, find_window
-from kernelformer.attention.near import NearKeys, join
+from kernelformer.attention.near_keys import Place, push
 from kernelformer.attention.plain.biased import SPREAD, plain_biased_attention
 from kernelformer.attention.plain.pairs import BiasPairs, segments
+from kernelformer.attention.positive import EMPTY, LOST
 from kernelformer.attention.relative.call import Layout, RelativeCall, constant_beyond
 from kernelformer.attention.relative.operator import relative_attention
 from kernelformer.attention.state import MadeBy
-from kernelformer.attention.step import step_near
-from kernelformer.contract import PositiveSpec, Role, Spec, compute_dtype, no_tangents
+from kernelformer.attention.step import NearTokens, map_positive, step_positive
+from kernelformer.contract import PositiveSpec, Spec, compute_dtype, no_tangents, wide_dtype
 from kernelformer.errors import integer, shape
 from kernelformer.feature_maps import FeatureMap
 from kernelformer.modules.checks import Bias, Call, assert_values, can_read, readable_without_sync
@@ -281,7 +282,7 @@ class BiasedAttention:
 
     def attend(
         self, call: Call, tensors: Sequence[Tensor], *, plain: bool = False
-    ) -> tuple[Tensor, tuple[Tensor, ...] | None, NearKeys | None]:
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         """Attend to all keys (B, G, S, D) of a call, and in a stream to those before them.
 
         Args:
@@ -290,7 +291,7 @@ class BiasedAttention:
             plain: by the algorithm for accelerators.
 
         Returns:
-            (B, H, L, E), and in a stream the tensors of the state after the keys, and what the near ones are views of.
+            (B, H, L, E), and in a stream the tensors of the state after the keys.
         """
         bias = call.bias
         assert bias is not None
@@ -313,9 +314,9 @@ class BiasedAttention:
             )
             if plain:
                 window = bias_window(bias, call.is_causal)
-                return plain_biased_attention(replace(relative, window=window))[0], None, None
+                return plain_biased_attention(replace(relative, window=window))[0], None
             out = attend_biased(relative, features=self.feature_map.feature_dim, algorithm=bias.algorithm)
-            return out, None, None
+            return out, None
         if bias.layout.rows:
             raise ValueError("a bias on a grid does not stream; give the whole grid in one call, without a state.")
         if bias.algorithm == "fft":
@@ -329,8 +330,11 @@ class BiasedAttention:
                 bias = _constant_beyond(bias, window)
         return self._stream(call, bias.table[:, past - near :], window, tensors, plain=plain)
 
-    def step(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...], NearKeys | None]:
-        """Attend with one token, whose bias is over distances 0 to W; arguments and results as those of `attend`."""
+    def step(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...], Place | None]:
+        """Attend with one token, whose bias is over distances 0 to W.
+
+        Arguments and results are those of `attend`, and the place of the near keys in buffers.
+        """
         bias = call.bias
         assert bias is not None
         assert bias.window is not None
@@ -347,7 +351,69 @@ class BiasedAttention:
         table = bias.table[:, reach - min(near, reach) :]  # distances near .. 0
         if near > reach:  # all keys are kept: farther ones have the last entry
             table = torch.nn.functional.pad(table, (near - reach, 0), mode="replicate")
-        return self._stream(call, table, window, tensors)
+        done = (
+            self._step(call, table, window, tensors)
+            if window and isinstance(self.feature_map.spec, PositiveSpec)
+            else None
+        )
+        return (*self._stream(call, table, window, tensors), None) if done is None else done
+
+    def _step(
+        self, call: Call, table: Tensor, window: int, tensors: Sequence[Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, ...], Place] | None:
+        """Attend with one token of a stream under a positive map, where its near keys can lie in buffers.
+
+        Of each near key the features ``phi = exp(l(k) - c)`` are kept, and their largest logarithm c, so that the
+        logits of the near keys are one product:
+
+            log sum_m exp(l_m(q) + l_m(k)) = log sum_m exp(l_m(q) - a) phi_m + a + c          a = max_m l_m(q)
+
+        Args:
+            call: of the token.
+            table: (H, n + 1) for n near keys.
+            window: the number of keys that are kept.
+            tensors: of the map.
+        """
+        if call.state is None:
+            return None
+        spec, (key, value, mask) = cast(PositiveSpec, self.feature_map.spread_spec), self._new_tokens(call)
+
+        def features(keys: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+            logs = spec.log_shares(keys, tensors, call.scale, "key").masked_fill(~visible[:, None, :, None], EMPTY)
+            top = logs.amax(3, keepdim=True).clamp_min_(EMPTY)
+            return (logs - top).exp_(), top
+
+        *sums, near_key, near_value, near_mask = call.state.tensors
+        place, kept = cast("Place | None", call.state.near), (near_key, near_value, near_mask)
+        settled = place is not None and place.tokens[0] is near_key
+        pushed = push(kept, key, value, mask, place, window=window, mapping=features)
+        tokens, (gone, gone_value, shown), place = pushed
+        leaves, bias = gone.shape[2] > 0, table.to(key.dtype).clamp_min(EMPTY).unsqueeze(1)  # (H, 1, n + 1)
+        if place is None or (sums and not leaves):
+            return None
+        new, logits = map_positive(spec, tensors, call.query, gone, call.scale, shares=True)
+        phi, tops = place.mapped()
+        top = logits.amax(3, keepdim=True)
+        weights = (logits - top).exp_() @ phi.mT
+        if bool((weights < LOST).any()):
+            logs = spec.log_shares(tokens[0], tensors, call.scale, "key")
+            scores = (logits + logs).logsumexp(3).unsqueeze(2)
+            scores = scores.masked_fill_(~tokens[2][:, None, None, :], EMPTY)
+        else:
+            scores = weights.log_().add_(top).add_(tops.mT)
+        near = NearTokens(
+            [scores + bias[:, :, 1 if leaves else 0 :]], [tokens[1]], factor=bias[:, :, :1], may_hide=True
+        )
+        if not leaves:
+            return near.attend(), tokens, place
+        if not settled or not sums:
+            sums = _as_means(sums, gone_value, self.feature_map.feature_dim)
+        hidden = None if shown is None else ~shown[:, None, :, None]
+        state = (sums[0].transpose(2, 3), sums[1])
+        out, (total, mean) = step_positive(new, logits, gone_value, state, hidden=hidden, near=near)
+        if call.bias is not None and call.bias.slope is not None:
+            total = total - call.bias.slope.to(total.dtype).view(1, -1, 1, 1)
+        return out, (total.transpose(2, 3), mean, *sums[2:], *tokens), place
 
     def made_by(self, call: Call) -> MadeBy:
         """What a stream that starts with this call keeps one by one, and whether its bias falls beyond."""
@@ -376,69 +442,73 @@ class BiasedAttention:
 
     def _stream(
         self, call: Call, table: Tensor, window: int | None, tensors: Sequence[Tensor], *, plain: bool = False
-    ) -> tuple[Tensor, tuple[Tensor, ...], NearKeys | None]:
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Causal attention with a bias (H, n + 2 L - 1) for n near keys, and what is kept of the keys."""
         assert call.bias is not None
         count, slope = call.key.shape[2], call.bias.slope
-        sums, (key, value, mask, *logs), near = self._tokens(call, window, tensors)
-        done = None
-        if logs and sums and key.shape[2] - 1 == window:  # a token of a stream whose window is full
-            logits = self._log_shares(call.query.to(key.dtype), tensors, call.scale, "query")
-            done = step_near(logits, logs[0], value, table.to(key.dtype), sums, slope=slope)
-        if done is None:
-            relative = RelativeCall(
-                query=call.query,
-                key=key,
-                value=value,
-                bias=table,
-                spec=self.feature_map.spread_spec_id,
-                tensors=tensors,
-                scale=call.scale,
-                layout=Layout(count, key.shape[2], key.shape[2] - count),
-                key_mask=None if call.key_mask is None and call.state is None else mask,
-                is_causal=True,
-                window=window,
-                slope=slope,
-                state=sums,
+        sums: Sequence[Tensor] = ()
+        key, value, mask = self._new_tokens(call)
+        if mask is None:
+            mask = torch.ones(key.shape[0], count, dtype=torch.bool, device=key.device)
+        if call.state is not None:
+            *sums, near_key, near_value, near_mask = call.state.tensors
+            sums = [x.to(key.dtype) for x in sums]
+            kept = (near_key, near_value, near_mask)
+            key, value, mask = (
+                torch.cat(pair, axis) for *pair, axis in zip(kept, (key, value, mask), (2, 2, 1), strict=True)
             )
-            if plain:
-                done = plain_biased_attention(relative, streams=True)
-            else:
-                done = relative_attention(relative, keep=window)
-        out, after = done
+        relative = RelativeCall(
+            query=call.query,
+            key=key,
+            value=value,
+            bias=table,
+            spec=self.feature_map.spread_spec_id,
+            tensors=tensors,
+            scale=call.scale,
+            layout=Layout(count, key.shape[2], key.shape[2] - count),
+            key_mask=None if call.key_mask is None and call.state is None else mask,
+            is_causal=True,
+            window=window,
+            slope=slope,
+            state=sums,
+        )
+        if plain:
+            out, after = plain_biased_attention(relative, streams=True)
+        else:
+            out, after = relative_attention(relative, keep=window)
         first = 0 if window is None else max(0, key.shape[2] - window)
         tokens = [key[:, :, first:], value[:, :, first:], mask[:, first:]]
         if count > 1 and window is not None:  # views would keep all of a prompt
             tokens = [x.clone() for x in tokens]
-        return out, (*after, *tokens), near
+        return out, (*after, *tokens)
 
-    def _tokens(
-        self, call: Call, window: int | None, tensors: Sequence[Tensor]
-    ) -> tuple[Sequence[Tensor], list[Tensor], NearKeys | None]:
-        """The sums of a call's state, its near tokens with those of the call (see `join`), and their buffers."""
-        dtype = compute_dtype(call.query.dtype)
-        key, value, mask = self.per_head(call.key).to(dtype), self.per_head(call.value).to(dtype), call.key_mask
-        if mask is None:
-            mask = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
-        else:
+    def _new_tokens(self, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values of a call for every query head, in the dtype of the arithmetic, and their mask."""
+        dtype, mask = compute_dtype(call.query.dtype), call.key_mask
+        key, value = self.per_head(call.key).to(dtype), self.per_head(call.value).to(dtype)
+        if mask is not None:
             gone = ~mask[:, None, :, None]
             key, value = key.masked_fill(gone, 0), value.masked_fill(gone, 0)
-        if call.state is None:
-            return (), [key, value, mask], None
-        *sums, near_keys, near_values, near_mask = call.state.tensors
+        return key, value, mask
 
-        def log_keys(keys: Tensor, visible: Tensor) -> Tensor:
-            logs = self._log_shares(keys, tensors, call.scale, "key")
-            return logs.masked_fill_(~visible[:, None, :, None], -torch.inf)
 
-        mapping = log_keys if isinstance(self.feature_map.spec, PositiveSpec) else None
-        kept = (near_keys, near_values, near_mask)
-        near = call.state.near if isinstance(call.state.near, NearKeys) else None
-        return sums, *join(kept, (key, value, mask), near, window=window, mapping=mapping)
+def _as_means(sums: Sequence[Tensor], value: Tensor, features: int) -> list[Tensor]:
+    """The sums of a state, shift, kv, ks and ns (see `RelativeCall`), such that ks is 1: as log masses and means.
 
-    def _log_shares(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> Tensor:
-        """Log features (B, H, n, M) of queries or keys under a positive map."""
-        return cast(PositiveSpec, self.feature_map.spread_spec).log_shares(x, tensors, scale, role)
+    Args:
+        sums: or none, where no key has left the window yet.
+        value: (B, H, 1, E).
+        features: M.
+    """
+    if not sums:
+        (batch, heads, _, width), ones = value.shape, value.new_ones(*value.shape[:2], features, 1)
+        none = ones.new_full((batch, heads, 1, features), EMPTY, dtype=wide_dtype(value))
+        return [none, value.new_zeros(batch, heads, features, width), ones, value.new_zeros(batch, heads, 1, 1)]
+    shift, kv, ks, ns = sums
+    some = ks > 0
+    mass = torch.where(some, ks, 1.0)
+    log = torch.where(some, mass.to(wide_dtype(ks)).log() + shift.transpose(2, 3), EMPTY)
+    return [log.transpose(2, 3), kv / mass, torch.ones_like(ks), ns]
 
 
 def bias_window(bias: Bias, is_causal: bool) -> int | None:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from kernelformer.attention import State
 from kernelformer.attention.relative.call import Layout
@@ -81,11 +82,19 @@ def check_floats(query: Tensor, key: Tensor, value: Tensor) -> None:
             raise ValueError(f"{name} must be a tensor, got {type(x).__name__}; convert it with torch.as_tensor().")
         if not x.is_floating_point():
             raise ValueError(f"{name} must be a floating point tensor, got {x.dtype}; convert it with .float().")
-    no_tangents(query=query, key=key, value=value)
+    if forward_ad._current_level >= 0:
+        no_tangents(query=query, key=key, value=value)
 
 
-def check_inputs(query: Tensor, key: Tensor, value: Tensor, *, head_dim: int, num_heads: int) -> None:
-    """Check that shapes, dtypes and devices fit each other and the core."""
+def check_inputs(
+    query: Tensor, key: Tensor, value: Tensor, *, head_dim: int, num_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Check that types, shapes, dtypes and devices fit each other and the core; under autocast return its dtype."""
+    check_floats(query, key, value)
+    kind = query.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        query, key, value = (x if x.dtype == torch.float64 else x.to(dtype) for x in (query, key, value))
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 4:
             raise ValueError(f"{name} must be {_LAYOUT}, got shape {shape(x)}.")
@@ -123,6 +132,7 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, *, head_dim: int, nu
             f"the number of key heads must divide that of query heads, got {key.shape[1]} and {query.shape[1]} "
             f"(shapes {shape(key)} and {shape(query)})."
         )
+    return query, key, value
 
 
 def check_mask(mask: Tensor, tokens: Tensor, what: Literal["key", "query"] = "key") -> None:

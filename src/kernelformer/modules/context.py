@@ -13,22 +13,22 @@ from torch import Tensor
 
 from kernelformer.attention.ranks import Ranks, RanksError
 
-_ACTIVE: list[Ranks] = []
+ACTIVE: list[Ranks] = []  # those of `split_over`, the innermost last
 
 
 def active_ranks() -> Ranks | None:
     """Return the ranks of the innermost `split_over`, or None if every process has whole sequences."""
-    return _ACTIVE[-1] if _ACTIVE else None
+    return ACTIVE[-1] if ACTIVE else None
 
 
 @contextmanager
 def split_over(ranks: Ranks) -> Iterator[Ranks]:
     """Let every attention see the tokens of all ranks."""
-    _ACTIVE.append(ranks)
+    ACTIVE.append(ranks)
     try:
         yield ranks
     finally:
-        _ACTIVE.pop()
+        ACTIVE.pop()
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import replace
 from typing import Any
 
@@ -11,16 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention import State
-from kernelformer.attention.dispatch import check_algorithm
+from kernelformer.attention.dispatch import check_algorithm, is_exporting
 from kernelformer.attention.state import MadeBy
-from kernelformer.contract import autocasts, compute_dtype, within_transforms
+from kernelformer.contract import compute_dtype, within_transforms
 from kernelformer.errors import flag, positive_int, shape
 from kernelformer.modules.bias import check_bias, check_step_bias
 from kernelformer.modules.calibration import Calibrated
 from kernelformer.modules.checks import (
     Call,
     cannot_stream,
-    check_floats,
     check_gate,
     check_inputs,
     check_mask,
@@ -29,51 +27,17 @@ from kernelformer.modules.checks import (
     check_step,
     check_stream,
 )
-from kernelformer.modules.context import active_ranks, needs_whole
+from kernelformer.modules.context import ACTIVE, needs_whole
 from kernelformer.modules.packed import attend_packed, check_packed, enter_segment, last_id
 from kernelformer.modules.split import attend_split
 from kernelformer.modules.split_cores import CoreSplit
 from kernelformer.modules.window import check_export
 
-
-class Remembering(Calibrated):
-    """What an attention core keeps of a whole context: here all of it."""
-
-    method: str
-    num_heads: int
-    scale: float
-
-    @abstractmethod
-    def _accept(self, call: Call) -> Call:
-        """Check queries, keys, values and masks."""
-
-    def remember(self, key: Tensor, value: Tensor, *, key_mask: Tensor | None = None) -> State:
-        """What `recall` needs of a whole context, (B, G, S, D) and (B, G, S, E); here all of it."""
-        needs_whole("remember", "attend to the context over ranks, in one call")
-        query = key.new_zeros(key.shape[0], self.num_heads, 1, key.shape[3]) if key.dim() == 4 else key
-        call = self._accept(Call(query=query, key=key, value=value, scale=self.scale, key_mask=key_mask))
-        length = call.key.shape[2]
-        made_by = (*self._maker(), ("remembers", length))
-        return State((call.key, call.value, *(() if key_mask is None else (key_mask,))), length, made_by)
-
-    def recall(self, query: Tensor, memory: State) -> Tensor:
-        """Attend to a remembered context, without a bias: (B, H, L, D) -> (B, H, L, E)."""
-        self._check_memory(memory)
-        key, value, *mask = memory.tensors
-        real = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
-        out = self.forward(query, key, value, key_mask=mask[0] if mask else None, query_mask=real)
-        assert isinstance(out, Tensor)
-        return out
-
-    def _maker(self) -> MadeBy:
-        """What makes a memory fit this core."""
-        return (("method", self.method),)
-
-    def _check_memory(self, memory: State) -> None:
-        check_memory(memory, self.method, dict(self._maker()))
+# Arguments of `AttentionCore.forward` that say something of a bias, where they say nothing.
+NOTHING_KNOWN: dict[str, Any] = {"algorithm": None, "max_distance": None, "slope": None, "num_prefix": 0}
 
 
-class AttentionCore(Remembering):
+class AttentionCore(Calibrated):
     """Attention over given queries, keys and values: everything between the projections.
 
     `forward` and `step` check their arguments and make a `Call` of them. A method implements `_attend` and, where it
@@ -162,8 +126,8 @@ class AttentionCore(Remembering):
         Returns:
             (B, H, L, E), zero where no key is visible; with ``return_state`` also the state.
         """
-        ranks = active_ranks()
-        loop = check_algorithm(algorithm, self.method, self.takes_loops)
+        ranks = ACTIVE[-1] if ACTIVE else None
+        loop = None if algorithm is None else check_algorithm(algorithm, self.method, self.takes_loops)
 
         def make_call() -> Call:
             call = Call(
@@ -180,8 +144,9 @@ class AttentionCore(Remembering):
                 streams=return_state,
                 algorithm=loop,
             )
-            known: dict[str, Any] = {"max_distance": max_distance, "slope": slope, "num_prefix": num_prefix}
-            return self._checked(call, bias, whole=ranks is None, algorithm=None if loop else algorithm, **known)
+            asked = None if loop else algorithm
+            known = {"algorithm": asked, "max_distance": max_distance, "slope": slope, "num_prefix": num_prefix}
+            return self._checked(call, bias, known, whole=ranks is None)
 
         if ranks is not None:
             out, after = attend_split(self, make_call, ranks)
@@ -192,19 +157,22 @@ class AttentionCore(Remembering):
             out, after = packed(self, make_call())
         return (out, after) if return_state and after is not None else out
 
-    def _checked(self, call: Call, bias: Tensor | None, **known: Any) -> Call:
-        """A call whose arguments fit one another and the core, with its bias."""
+    def _checked(self, call: Call, bias: Tensor | None, known: dict[str, Any], *, whole: bool) -> Call:
+        """Check that the arguments fit one another and the core, and add the bias with what is ``known`` of it."""
         call = self._accept(call)
-        if call.in_stream:
+        streams = call.streams or call.state is not None
+        if streams:
             self._check_can_stream(call, "a state")
         if bias is not None:
             self._check_takes_bias(bias)
-        checked = check_bias(bias, call, **known)
-        call = call if checked is None else replace(call, bias=checked)
-        if call.in_stream:
+        if bias is not None or known != NOTHING_KNOWN:
+            call = replace(call, bias=check_bias(bias, call, **known, whole=whole))
+        if streams:
             self._check_stream(call)
-        self._check_gate(call)
-        check_packed(self, call)
+        if call.gate is not None:
+            self._check_gate(call)
+        if call.segment_ids is not None or call.state is not None:
+            check_packed(self, call)
         problem = self.refusal(call.is_causal)
         if problem is not None:
             raise problem
@@ -244,9 +212,6 @@ class AttentionCore(Remembering):
             (B, H, 1, E) and the state after the token.
         """
         needs_whole("step", "let one process generate, from the state of the last rank")
-        alone = scale is None and bias is slope is gate is key_mask is segment_ids is None
-        if alone and isinstance(state, State) and (done := state.take_quickly(self, query, key, value)) is not None:
-            return done
         if bias is not None:
             self._check_takes_bias(bias)
         elif slope is not None:
@@ -277,15 +242,43 @@ class AttentionCore(Remembering):
             self._check_stream(call)
         elif bias is not None:  # its numbers may be others than those of the step before
             call = replace(call, bias=check_step_bias(bias, slope, self.num_heads))
-        self._check_gate(call)
-        check_packed(self, call)
-        check_export(self, call)
+        if call.gate is not None:
+            self._check_gate(call)
+        if segment_ids is not None or state is not None:
+            check_packed(self, call)
+        if is_exporting():
+            check_export(self, call)
         dtype = call.query.dtype
         out, after = within_transforms(self.method, self._step, self._normalized(enter_segment(self, call)))
         return out.to(dtype), after if segment_ids is None else replace(after, last_id=last_id(call))
 
+    def remember(self, key: Tensor, value: Tensor, *, key_mask: Tensor | None = None) -> State:
+        """Summarize a whole context, (B, G, S, D) and (B, G, S, E), for `recall`; here all of it is kept."""
+        needs_whole("remember", "attend to the context over ranks, in one call")
+        query = key.new_zeros(key.shape[0], self.num_heads, 1, key.shape[3]) if key.dim() == 4 else key
+        call = self._accept(Call(query=query, key=key, value=value, scale=self.scale, key_mask=key_mask))
+        length = call.key.shape[2]
+        made_by = (*self._maker(), ("remembers", length))
+        return State((call.key, call.value, *(() if key_mask is None else (key_mask,))), length, made_by)
+
+    def recall(self, query: Tensor, memory: State) -> Tensor:
+        """Attend to a remembered context, without a bias: (B, H, L, D) -> (B, H, L, E)."""
+        self._check_memory(memory)
+        key, value, *mask = memory.tensors
+        real = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
+        out = self.forward(query, key, value, key_mask=mask[0] if mask else None, query_mask=real)
+        assert isinstance(out, Tensor)
+        return out
+
+    def _maker(self) -> MadeBy:
+        """Settings that a memory must have been made with."""
+        return (("method", self.method),)
+
+    def _check_memory(self, memory: State) -> None:
+        check_memory(memory, self.method, dict(self._maker()))
+
     def refusal(self, causal: bool) -> ValueError | None:
-        """Why it cannot attend with this causality, before any input is there; None where it can."""
+        """Return the error for this causality, before any input is there, or None."""
         return None
 
     def resample(self, draw: int | None = None) -> None:
@@ -330,9 +323,12 @@ class AttentionCore(Remembering):
 
     def _attend_alone(self, call: Call) -> tuple[Tensor, State | None]:
         """Attend with one sequence a row."""
-        check_export(self, call)
-        given = call if self._normalizes_itself(call) else self._normalized(call)
-        out, after = within_transforms(self.method, self._attend, given)
+        if is_exporting():
+            check_export(self, call)
+        if self.normalize_qk and not self._normalizes_itself(call):
+            out, after = within_transforms(self.method, self._attend, self._normalized(call))
+        else:
+            out, after = within_transforms(self.method, self._attend, call)
         return out.to(call.query.dtype), after
 
     def _forget(self, state: State, samples: Tensor) -> State:
@@ -346,11 +342,11 @@ class AttentionCore(Remembering):
         return out, after
 
     def _stream_refusal(self, what: str) -> ValueError | None:
-        """Why it cannot stream, where ``what`` asks for it; None where it can."""
+        """Return the error for a stream, where ``what`` asks for one, or None."""
         return cannot_stream(self.method, what)
 
     def _misfit(self, call: Call, state: State) -> str | None:
-        """Why a call cannot go on from its state; None where it can."""
+        """Describe how a state does not fit a call, or return None."""
         raise TypeError(f"{type(self).__name__} does not say which states it goes on from.")
 
     def _fits(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[object, ...]:
@@ -363,14 +359,11 @@ class AttentionCore(Remembering):
 
     def _accept(self, call: Call) -> Call:
         """Check queries, keys, values and masks; under autocast they take its dtype, as torch's own attention does."""
-        check_floats(call.query, call.key, call.value)
-        kind = call.query.device.type
-        if autocasts(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            given = (call.query, call.key, call.value)
-            query, key, value = (x if x.dtype == torch.float64 else x.to(dtype) for x in given)
+        query, key, value = check_inputs(
+            call.query, call.key, call.value, head_dim=self.head_dim, num_heads=self.num_heads
+        )
+        if query is not call.query or key is not call.key or value is not call.value:
             call = replace(call, query=query, key=key, value=value)
-        check_inputs(call.query, call.key, call.value, head_dim=self.head_dim, num_heads=self.num_heads)
         if call.key_mask is not None:
             check_mask(call.key_mask, call.key)
         if call.query_mask is not None:
@@ -378,7 +371,7 @@ class AttentionCore(Remembering):
         return call
 
     def _normalizes_itself(self, call: Call) -> bool:
-        """Whether `_attend` divides the queries and keys of this call by their norm, without copies of them."""
+        """True if `_attend` divides the queries and keys of this call by their norm, without copies of them."""
         return False
 
     def _normalized(self, call: Call) -> Call:
@@ -414,8 +407,8 @@ class AttentionCore(Remembering):
             raise ValueError(f"{problem}; start anew with state=None.")
 
     def _check_gate(self, call: Call) -> None:
-        if call.gate is not None:
-            check_gate(call.gate, call.key, self.num_heads, None if self.takes_gate else self.method)
+        assert call.gate is not None
+        check_gate(call.gate, call.key, self.num_heads, None if self.takes_gate else self.method)
 
     def _check_takes_bias(self, bias: Tensor) -> None:
         if not self.takes_bias:

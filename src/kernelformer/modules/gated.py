@@ -175,14 +175,14 @@ class GatedCore(KernelCore):
     def _attend_unbiased(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor] | None]:
         self._takes_plain(call)  # raises where it was asked for
         dtype, work = call.query.dtype, compute_dtype(call.query.dtype)
-        key, value = self._per_map_head(call.key).to(work), self._per_map_head(call.value).to(work)
+        key, value = (x.to(work) for x in self._per_map_head(call.key, call.value))
         query = call.query.to(work)
         if call.key_mask is not None:
             key = key.masked_fill(~call.key_mask[:, None, :, None], 0)
         hidden = None if call.key_mask is None else ~call.key_mask.unsqueeze(1)
         gate = self._gates(key, call.gate, hidden)
         no_tangents(gate=gate)
-        state = None if call.state is None else list(call.state.tensors)
+        state: Sequence[Tensor] | None = None if call.state is None else call.state.tensors
         outs, length = [], max(query.shape[2], key.shape[2])
         for start in range(0, max(length, 1), SEGMENT):
             part = slice(start, start + SEGMENT)
@@ -203,12 +203,12 @@ class GatedCore(KernelCore):
                 algorithm="chunked",
             )
             outs.append(out)
-            if past.shape[2]:
+            if past.shape[2] and state is not None:
                 state = [state[0] + past[:, :, -1:].unsqueeze(-1), *state[1:]]
         return torch.cat(outs, 2).to(dtype), state
 
     def _step_unbiased(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
-        key, value = self._per_map_head(call.key), self._per_map_head(call.value)
+        key, value = self._per_map_head(call.key, call.value)
         hidden = None if call.key_mask is None else ~call.key_mask.unsqueeze(1)
         if hidden is not None:
             key = key.masked_fill(hidden.unsqueeze(-1), 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,7 +23,6 @@ from kernelformer.modules.checks import Call, check_near, check_scale, config_mi
 from kernelformer.modules.context import needs_whole
 from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.split_cores import CoreSplit, KernelSplit
-from kernelformer.modules.streaming import QuickStep, prepare_map, quick_step_of
 from kernelformer.modules.window import Far, NearFarAttention
 
 
@@ -54,7 +52,6 @@ class KernelCore(AttentionCore):
     # The map's tensors of the last stream: parameters as they are, or what follows from them. They are here and not in
     # the states, of which there may be many.
     _prepared: Prepared | None = None
-    _quick: QuickStep | None = None
     splits: type[CoreSplit] | None = KernelSplit
     takes_loops = True
     causal_way = "landmarks='learned'"  # what to use instead of landmarks that see the whole sequence
@@ -91,7 +88,7 @@ class KernelCore(AttentionCore):
 
     @property
     def has_near(self) -> bool:  # type: ignore[override]
-        """Whether some keys are attended to exactly."""
+        """True if some keys are attended to exactly."""
         return self.window is not None or self.sinks > 0
 
     @property
@@ -117,27 +114,27 @@ class KernelCore(AttentionCore):
 
     @property
     def takes_bias(self) -> bool:  # type: ignore[override]
-        """Whether weights are divided by their sum again after a bias has multiplied them."""
+        """True if weights are divided by their sum, after a bias has multiplied them."""
         return self.normalize
 
     @property
     def takes_dropout(self) -> bool:  # type: ignore[override]
-        """Whether there is an exact part, which forms weights."""
+        """True if there is an exact part, which forms weights."""
         return self.has_near
 
     @property
     def export_refusal(self) -> str:  # type: ignore[override]
-        """Why no graph of any length can be made of it."""
+        """Reason that it cannot be exported with a dynamic length, or nothing."""
         return "takes its landmarks from the tokens" if self.feature_map.sees_sequence else ""
 
     @property
     def takes_segments(self) -> bool:  # type: ignore[override]
-        """Whether no landmarks come from the whole row."""
+        """True unless landmarks come from the whole row."""
         return not self.feature_map.sees_sequence
 
     @property
     def mixes_queries(self) -> bool:  # type: ignore[override]
-        """Whether landmarks come from all queries, so that one's output depends on the others."""
+        """True if landmarks come from all queries, so that one's output depends on the others."""
         return self.feature_map.sees_sequence
 
     def resample(self, draw: int | None = None) -> None:
@@ -158,13 +155,35 @@ class KernelCore(AttentionCore):
         return values
 
     def _by_query_head(self, call: Call) -> bool:
-        """Whether keys are repeated for every query head: each has its own bias, or its own slope of it."""
+        """True if keys are repeated for every query head: each has its own bias, or its own slope of it."""
         if call.bias is None:
             return False
         return not self.has_near or call.bias.slope is not None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: x for name, x in vars(self).items() if name not in ("_prepared", "_quick")}
+        return {name: x for name, x in vars(self).items() if name != "_prepared"}
+
+    def map_tensors(self, call: Call) -> tuple[Tensor, ...]:
+        """The map's tensors for a call, with a bias for keys that are repeated for every query head.
+
+        A stream keeps those of the call before while they are right. With gradients they belong to a graph, and in a
+        compiled step to its weights: both make them each time.
+        """
+        phi, biased = self.feature_map, self._by_query_head(call)
+        keeps = call.in_stream and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if keeps and not torch._C._are_functorch_transforms_active():
+            weights, kind = phi.learned_weights(), (compute_dtype(call.query.dtype), call.query.device)
+            how = (*kind, call.scale, biased, phi.seed_number, phi.draw_number, torch.is_inference_mode_enabled())
+            kept = self._prepared  # read once: a stream in another thread may put its own here at any time
+            if call.state is None or kept is None or not kept.made_from(weights, how):
+                self._prepared = kept = Prepared.of(self._prepare(call, biased), weights, how)
+            return kept.tensors
+        return self._prepare(call, biased)
+
+    def _prepare(self, call: Call, biased: bool) -> tuple[Tensor, ...]:
+        phi = self.feature_map
+        tensors = phi.prepare(call.query, call.key, call.key_mask, call.scale, call.real_queries)
+        return tuple(phi.for_query_heads(tensors) if biased else tensors)
 
     def _attend(self, call: Call) -> tuple[Tensor, State | None]:
         phi = self.feature_map
@@ -172,8 +191,8 @@ class KernelCore(AttentionCore):
             if phi.aligns:
                 query, key = phi.align(call.query, call.key, call.key_mask, call.real_queries)
                 call = replace(call, query=query, key=key)
-            tensors = prepare_map(self, call).tensors
-            near, buffers = self.near, None
+            tensors = self.map_tensors(call)
+            near = self.near
             after: Sequence[Tensor] | None
             if near is not None:
                 out, after = near.attend(*self._with_far(call, tensors), plain=self._takes_plain(call))
@@ -181,8 +200,8 @@ class KernelCore(AttentionCore):
                 out, after = self._attend_unbiased(call, tensors)
             else:
                 plain = self._takes_plain(call)
-                out, after, buffers = self.biased.attend(call, tensors, plain=plain)
-            return out, self._state(after, call, buffers) if call.streams and after is not None else None
+                out, after = self.biased.attend(call, tensors, plain=plain)
+            return out, self._state(after, call) if call.streams and after is not None else None
 
     def _with_far(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Call, Far]:
         """A call with keys for each head of the sums, and its far part."""
@@ -200,15 +219,11 @@ class KernelCore(AttentionCore):
             query, key, value = (x.to(dtype) for x in (call.query, call.key, call.value))
             call = replace(call, query=query, key=key, value=value)
         with no_autocast(call.query.device.type):
-            prepared = prepare_map(self, call)
-            near, tensors = self.near, prepared.tensors
+            near, tensors = self.near, self.map_tensors(call)
             after: Sequence[Tensor]
             buffers: object | None = None
             if near is not None:
                 out, after, buffers = near.step(*self._with_far(call, tensors))
-            elif (quick := quick_step_of(self, call, prepared)) is not None:
-                out, after = quick.attend(call.query, call.key, call.value, self._before(call))
-                return out, replace(self._state(after, call, None), quick=weakref.ref(quick))
             elif call.bias is None:
                 out, after = self._step_unbiased(call, tensors)
             else:
@@ -219,8 +234,7 @@ class KernelCore(AttentionCore):
         """Attend without a bias: (B, H, L, E), and of a causal call the tensors of the state after it."""
         return attend(
             call.query,
-            self._per_map_head(call.key),
-            self._per_map_head(call.value),
+            *self._per_map_head(call.key, call.value),
             spec=self.feature_map.spec_id,
             tensors=tensors,
             scale=call.scale,
@@ -233,11 +247,11 @@ class KernelCore(AttentionCore):
         )
 
     def _takes_plain(self, call: Call) -> bool:
-        """Whether a call goes by the algorithm for accelerators."""
+        """True if a call runs through `plain`."""
         return takes_plain(call.algorithm, (call.query, call.key, call.value), lambda: self._not_plain(call))
 
     def _not_plain(self, call: Call) -> str | None:
-        """What of a call that algorithm does not cover; None where it covers all."""
+        """Describe the part of a call that `plain` does not cover, or return None."""
         near, spec = self.near, self.feature_map.spec
         if near is None:
             return None if call.bias is None else bias_not_plain(spec, call)
@@ -251,8 +265,7 @@ class KernelCore(AttentionCore):
             self.feature_map.spec,
             tensors,
             call.query,
-            self._per_map_head(call.key),
-            self._per_map_head(call.value),
+            *self._per_map_head(call.key, call.value),
             self._before(call),
             scale=call.scale,
             key_mask=call.key_mask,
@@ -260,7 +273,7 @@ class KernelCore(AttentionCore):
         )
 
     def remember(self, key: Tensor, value: Tensor, *, key_mask: Tensor | None = None) -> State:
-        """What `recall` needs of a whole context: sums of constant size, or all of it where landmarks see queries."""
+        """Summarize a context for `recall` by sums of constant size, or by all of it where landmarks see queries."""
         if self.has_near:
             near = f"window={self.window} and sinks={self.sinks}"
             raise ValueError(
@@ -293,12 +306,12 @@ class KernelCore(AttentionCore):
             )
         rows, _ = self._normalize_qk(query.to(main.dtype), sample, None)
         with no_autocast(query.device.type):
-            spec, tensors = self.feature_map.spec, prepare_map(self, replace(call, query=rows)).tensors
+            spec, tensors = self.feature_map.spec, self.map_tensors(replace(call, query=rows))
             out = read(spec, tensors, rows, memory.tensors, scale=self.scale, normalize=self.normalize)
         return out.to(query.dtype)
 
     def refusal(self, causal: bool) -> ValueError | None:
-        """Why landmarks that see the whole sequence cannot be causal; None where they can."""
+        """Return the error for a causal call if landmarks see the whole sequence, or None."""
         return self._not_causal("is_causal=True") if causal and self.feature_map.sees_sequence else None
 
     def _stream_refusal(self, what: str) -> ValueError | None:
@@ -335,10 +348,12 @@ class KernelCore(AttentionCore):
         """Heads of the state: those of the keys, or those of a map that differs from head to head."""
         return max(key.shape[1], self.feature_map.heads)
 
-    def _per_map_head(self, x: Tensor) -> Tensor:
-        """Grouped keys as many as the map has heads: a map per query head sees each key of its group anew."""
-        repeats = self._key_heads(x) // x.shape[1]
-        return x if repeats == 1 else x.repeat_interleave(repeats, 1)
+    def _per_map_head(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Repeat grouped keys and values for each head of the map: a map per query head sees them anew."""
+        repeats = self._key_heads(key) // key.shape[1]
+        if repeats == 1:
+            return key, value
+        return key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
 
     def _before(self, call: Call) -> Sequence[Tensor]:
         """The tensors of the state before a call; those of no tokens where it has none."""

@@ -177,19 +177,19 @@ class KernelAttention(nn.Module):
 
     def _project(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         self._check("x", x, "embed_dim")
-        if context is x and self.context_dim != self.embed_dim:
+        if context is not x:
+            self._check("context", context, "context_dim")
+        elif self.context_dim != self.embed_dim:
             raise ValueError(
                 f"this layer needs a context, got none: it was built with context_dim={self.context_dim} and "
                 f"embed_dim={self.embed_dim}."
             )
-        self._check("context", context, "context_dim")
         if context.shape[0] != x.shape[0]:
             raise ValueError(
                 f"x and context must have the same batch size, got {x.shape[0]} and {context.shape[0]} "
                 f"(shapes {shape(x)} and {shape(context)})."
             )
-        q, k, v = (self._heads(t) for t in (self.query(x), self.key(context), self.value(context)))
-        return q, k, v
+        return self._heads(self.query(x)), self._heads(self.key(context)), self._heads(self.value(context))
 
     def _check(self, name: str, x: Tensor, width: Literal["embed_dim", "context_dim"]) -> None:
         if not isinstance(x, Tensor):
@@ -234,8 +234,7 @@ class KernelAttention(nn.Module):
             )
 
     def _heads(self, x: Tensor) -> Tensor:
-        heads: Tensor = x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        return heads
+        return x.view(*x.shape[:2], x.shape[2] // self.head_dim, self.head_dim).transpose(1, 2)
 
     def _gate(self, context: Tensor) -> dict[str, Any]:
         """Compute ``g_t = sigmoid(w . x_t + b)`` for each head, if the method has a gate."""
@@ -342,15 +341,18 @@ class KernelAttention(nn.Module):
                 )
         context = x if context is None else context
         q, k, v = self._project(x, context)
-        self._check_mask("context" if crosses else "x", key_mask, context)
+        if key_mask is not None:
+            self._check_mask("context" if crosses else "x", key_mask, context)
         if state is not None or return_state:
             self._check_stream(x, context)
-        q, k = self._rotate(q, k, state, position_ids, segment_ids)
+        if self.rotary is not None or position_ids is not None:
+            q, k = self._rotate(q, k, state, position_ids, segment_ids)
         common: dict[str, Any] = {"is_causal": self.causal, "key_mask": key_mask, "state": state}
         common |= {"segment_ids": segment_ids, "algorithm": self.algorithm}
         if crosses and key_mask is not None:  # it says nothing about x, even if that is as long
             common["query_mask"] = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
-        common |= self._gate(context)
+        if self.gate is not None:
+            common |= self._gate(context)
         if self.positions is not None:
             common |= self.positions(x.shape[1], context.shape[1], 0 if state is None else state.length)
         if not return_state:
@@ -378,9 +380,11 @@ class KernelAttention(nn.Module):
                 f"step takes one token, got x of shape {shape(x)}; for more, call the layer with state=... and "
                 f"return_state=True."
             )
-        self._check_mask("x", key_mask, x)
-        q, k = self._rotate(q, k, state, position_ids, segment_ids)
-        extra = self._gate(x)
+        if key_mask is not None:
+            self._check_mask("x", key_mask, x)
+        if self.rotary is not None or position_ids is not None:
+            q, k = self._rotate(q, k, state, position_ids, segment_ids)
+        extra = {} if self.gate is None else self._gate(x)
         if self.positions is not None:
             extra |= self.positions.step(0 if state is None else state.length)
         heads, after = self.core.step(q, k, v, state, key_mask=key_mask, segment_ids=segment_ids, **extra)

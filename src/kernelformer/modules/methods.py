@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,6 +12,7 @@ from kernelformer.errors import unknown
 from kernelformer.feature_maps import (
     FastFoodMap,
     FeatureMap,
+    FormulaMap,
     GeneralizedMap,
     GenerativeMap,
     HedgehogMap,
@@ -155,6 +157,7 @@ class Method:
         return all(settings.get(name) == value for name, value in fact.items())
 
 
+SIZE = "num_features"  # the size of every method, whatever it calls it
 IN_LABORATORY = ("bigbird", "longformer", "reformer", "informer")
 _POSITIVE = {"hyperbolic": False, "regularized": False}
 _RKS = {"features": "rks"}
@@ -430,8 +433,84 @@ def find_method(name: str) -> Method:
             f"import kernelformer_lab."
         )
     if not isinstance(name, str) or name not in METHODS:
-        raise unknown("method", name, METHODS)
+        raise ValueError(
+            f"{unknown('method', name, METHODS)} If it is a feature map of your own, call kernelformer.register_method "
+            f"first."
+        )
     return METHODS[name]
+
+
+def register_method(name: str, make: type[FeatureMap], *, about: str | None = None, **default: Any) -> None:
+    """Give a feature map of your own a name, which then works wherever the name of a method does.
+
+        kf.register_method("cube", CubeMap)
+        layer = kf.KernelAttention(512, 8, method="cube", num_features=128)
+
+    Its options are the arguments of its constructor, besides those of every core. All of them need a default, here or
+    there; frequencies of a `FormulaMap` whose formula takes them are 256 by default. One map is built to see that.
+    Registering a class again changes nothing, and one that was defined again (a cell of a notebook) takes its place.
+
+    Args:
+        name: letters, digits and ``+ - # _``, as in attention strings.
+        make: the class of the map.
+        about: one line for lists; default: the first line of the class's documentation.
+        default: options with another default than the constructor's.
+
+    Raises:
+        ValueError: the name is taken or cannot be one, the class is no feature map or cannot be built by its defaults,
+            or an option has the name of one of the core.
+    """
+    if not (isinstance(make, type) and issubclass(make, FeatureMap)):
+        raise ValueError(
+            f"a method is registered by the class of a feature map, a subclass of FeatureMap, got {make!r}."
+        )
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z][\w+#-]*", name):
+        raise ValueError(f"the name of a method is letters, digits and + - # _, the first a letter, got {name!r}.")
+    known = METHODS.get(name)
+    if name in LAYERS or name in IN_LABORATORY or not (known is None or _redefines(make, known.make)):
+        owner = "a layer" if known is None else known.make.__name__
+        raise ValueError(f"the name {name!r} is taken by {owner}; choose another for {make.__name__}.")
+    parameters = set(inspect.signature(make).parameters) - {"head_dim", "num_heads"}
+    shared = parameters & set(inspect.signature(KernelCore).parameters)
+    if shared:
+        raise ValueError(
+            f"{make.__name__} has options of the names of a core's: {', '.join(sorted(shared))}; rename them."
+        )
+    one, default = _by_defaults(make, default)
+    # A formula without frequencies has no use for what says how they are drawn.
+    own = () if make.__init__ is FormulaMap.__init__ else inspect.signature(make.__init__).parameters
+    idle = () if one.num_features else tuple(x for x in (SIZE, "draw", "norms") if x not in own)
+    METHODS[name] = Method(
+        about=about or (inspect.getdoc(make) or make.__name__).partition("\n")[0].rstrip("."),
+        make=make,
+        default=default,
+        unused=idle,
+        phi=make.__name__,
+        family=one.spec.family,
+        size=SIZE if SIZE in parameters.difference(idle) else None,
+        causal=not one.sees_sequence,
+        normalized=one.normalized,
+        per_head={"per_head": True} if "per_head" in parameters else one.heads > 1,
+    )
+
+
+def _redefines(new: type, old: type) -> bool:
+    """Return True if a class is another or its definition anew."""
+    return new is old or ((new.__module__, new.__qualname__) == (old.__module__, old.__qualname__))
+
+
+def _by_defaults(make: type[FeatureMap], default: dict[str, Any]) -> tuple[FeatureMap, dict[str, Any]]:
+    """Build a map by its defaults, if need be with frequencies; also the defaults that do it."""
+    problem: Exception | None = None
+    for more in ({}, {SIZE: 256}) if make.__init__ is FormulaMap.__init__ else ({},):
+        try:
+            return make(head_dim=16, num_heads=2, **(settings := {**more, **default})), settings
+        except (TypeError, ValueError, IndexError) as e:
+            problem = e
+    raise ValueError(
+        f"{make.__name__} cannot be built by its defaults: {problem}; give its options defaults, in the constructor or "
+        f"as register_method(..., option=value)."
+    ) from problem
 
 
 def list_methods() -> dict[str, str]:

@@ -20,12 +20,11 @@ from kernelformer.files import check_limit
 from kernelformer.lazy import LAYERS
 from kernelformer.modules.checks import check_floats, check_near, no_weights
 from kernelformer.modules.core import AttentionCore
-from kernelformer.modules.methods import DRAWN, METHODS, find_method
+from kernelformer.modules.methods import DRAWN, METHODS, SIZE, find_method
 from kernelformer.modules.positions import RelativePositions, RotaryPositions
 
-SIZE = "num_features"  # the size of every method, whatever it calls it
 _CORE_OPTIONS = ("scale", "normalize_qk")
-_NOT_OPTIONS = ("method", "feature_map", "options", "head_dim", "num_heads")
+_NOT_OPTIONS = ("method", "feature_map", "options", "head_dim", "num_heads", "settings")
 NEAR_OPTIONS = ("window", "sinks", "beta", "near_scale")  # of the part that attends to near tokens exactly
 POSITION_OPTIONS = ("relative", "scheme", "max_length", "max_distance", "num_buckets", "grid", "num_prefix")
 ROTARY_OPTIONS = ("rotary", "rotary_base", "rotary_dim", "rotary_scaling")
@@ -575,12 +574,13 @@ def _core(method: str, query: Tensor, options: dict[str, Any]) -> AttentionCore:
     if has_near(options) and "beta" in method_options(method):
         settings.setdefault("beta", "zero")  # where a learned one starts
     dtype = compute_dtype(query.dtype)
-    return _cached(method, query.shape[3], query.shape[1], query.device, dtype, **settings)
+    which = id(find_method(method).make)  # a registered name may come to mean another class
+    return _cached(method, which, query.shape[3], query.shape[1], query.device, dtype, **settings)
 
 
 @functools.lru_cache(maxsize=CACHE, typed=True)  # safe among threads
 def _cached(
-    method: str, head_dim: int, num_heads: int, device: torch.device, dtype: torch.dtype, **options: Any
+    method: str, _: int, head_dim: int, num_heads: int, device: torch.device, dtype: torch.dtype, **options: Any
 ) -> AttentionCore:
     with torch.inference_mode(False):  # a later call may need gradients
         core = build_attention(method, head_dim=head_dim, num_heads=num_heads, **options).to(device, dtype)

@@ -1,8 +1,8 @@
 """Attention over a sequence that is split over ranks: what goes around, and the call that is left to each rank.
 
-    1. facts: a few integers, so that calls that do not fit one another are an error on every rank and never a hang;
+    1. signatures: a few integers, so that calls that differ are an error on every rank and never a hang;
        with sinks under a mask, or with packed sequences, also where they are
-    2. the exchange: sums of far tokens and the near ones themselves (`split_parts`)
+    2. the exchange: sums of far tokens and the near ones themselves (`split_cores`)
     3. the rank's own tokens, as any stream goes on from a state: causal attention from that of the ranks before, the
        bidirectional one with a state on each side
 
@@ -26,9 +26,9 @@ from kernelformer.modules.checks import Call
 from kernelformer.modules.packed import NO_ID, Segments, attend_apart, attend_packed
 from kernelformer.modules.split_cores import (
     SHORT,
-    Run,
-    Sent,
-    Side,
+    Message,
+    Neighbour,
+    Segment,
     first_places,
     first_sinks,
     incoming,
@@ -44,21 +44,21 @@ if TYPE_CHECKING:
 FIRST, LAST = 0, 1
 
 
-class Runs:
-    """The runs at the start and at the end of every rank's tokens; without segments both are all of them.
+class EdgeSegments:
+    """First and last segment of every rank's tokens; without segment ids both are all of them.
 
     Args:
         call: of this rank.
-        sinks: how many first visible tokens of a run are sinks.
+        sinks: how many first visible tokens of a segment are sinks.
         ranks: the group.
         masked: whether any rank has a key mask.
 
     Attributes:
-        runs: the first and the last run of this rank.
+        segments: the first and the last one of this rank.
         ids: (R, B, 2), of the first and the last token of every rank, the same number everywhere without segments.
-        left: (R, B) bool, whose last run is this rank's first one and before it.
-        right: (R, B) bool, whose first run is this rank's last one and after it.
-        single: (R, B) bool, where both runs are one.
+        left: (R, B) bool, whose last segment is this rank's first one and before it.
+        right: (R, B) bool, whose first segment is this rank's last one and after it.
+        single: (R, B) bool, where both segments are one.
     """
 
     def __init__(self, call: Call, sinks: int, ranks: Ranks, masked: bool) -> None:
@@ -90,17 +90,17 @@ class Runs:
         self.right = (every[..., FIRST] == every[here, :, LAST]) & (place > here)
         fars = masks
         if sinks:
-            before = (self.left * self.seen[..., LAST]).sum(0)  # tokens of the first run on other ranks
+            before = (self.left * self.seen[..., LAST]).sum(0)  # tokens of the first segment on other ranks
             made = [before, before * self.single[here]]
             own_seen = self.seen[here].unbind(1)
             fars = [
                 None if m is None else _without(m, i, n, b, sinks)
                 for m, i, n, b in zip(masks, index, own_seen, made, strict=True)
             ]
-        self.runs = [Run(m, f, i) for m, f, i in zip(masks, fars, index, strict=True)]
+        self.segments = [Segment(m, f, i) for m, f, i in zip(masks, fars, index, strict=True)]
 
     def first_visible(self, which: int, starts: list[int]) -> tuple[Tensor, Tensor]:
-        """Which of a run's first tokens there are, (R, B, sinks) bool, and their positions in the sequence."""
+        """Mask of a segment's first tokens that exist, (R, B, sinks), and their positions in the sequence."""
         number = torch.arange(self.count, device=self.index.device)
         valid = number < self.seen[..., which].unsqueeze(2)
         place = self.index[..., which * self.count : (which + 1) * self.count]
@@ -138,8 +138,8 @@ def _check_order(ids: Tensor) -> None:
         last = (rank, end)
 
 
-class Facts(NamedTuple):
-    """What ranks compare before they exchange anything; all but the last three have to agree."""
+class CallSignature(NamedTuple):
+    """Numbers that ranks compare before they exchange anything; all but the last three have to agree."""
 
     batch: int
     query_heads: int
@@ -163,7 +163,7 @@ class Facts(NamedTuple):
 
 FREE = 3  # of them may differ
 CODED = ("method", "dtype", "bias", "weights")  # numbers that say nothing
-NAMES = {name: name.replace("_", " ") for name in Facts._fields} | {
+NAMES = {name: name.replace("_", " ") for name in CallSignature._fields} | {
     "batch": "the number of samples",
     "method": "the method or its settings",
     "seed": "the seed of their features",
@@ -186,12 +186,12 @@ _INTEGERS = {
 }
 
 
-def _code(*values: object) -> int:
+def _digest(*values: object) -> int:
     """A number that stands for some values."""
     return int.from_bytes(blake2b(repr(values).encode(), digest_size=7).digest(), "little")
 
 
-def _facts(core: AttentionCore, call: Call) -> Facts:
+def _signature(core: AttentionCore, call: Call, is_checked: bool) -> CallSignature:
     q, k, v, bias = call.query, call.key, call.value, call.bias
     settings = dict(getattr(getattr(core, "feature_map", None), "identity", {}))
     seed, draw = (int(settings.pop(name, 0)) for name in ("seed", "draw number"))
@@ -200,26 +200,26 @@ def _facts(core: AttentionCore, call: Call) -> Facts:
     needs = torch.is_grad_enabled() and any(
         x.requires_grad for x in (k, v, *core.parameters(), *(() if bias is None else (bias.table,)))
     )
-    table = () if bias is None else (tuple(bias.table.shape), bias.window, _bits(bias.table, bias.slope))
-    return Facts(
+    table = () if bias is None else (tuple(bias.table.shape), bias.window, _checksum(bias.table, bias.slope))
+    return CallSignature(
         *(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3]),
-        method=_code(core.method, settings, call.scale),
+        method=_digest(core.method, settings, call.scale),
         seed=seed,
         draw=draw,
-        dtype=_code(q.dtype),
+        dtype=_digest(q.dtype),
         causality=int(call.is_causal),
-        bias=_code(table),
+        bias=_digest(table),
         segment_ids=int(call.segment_ids is not None),
         gradients=int(needs),
         returned_state=int(call.streams),
-        weights=_bits(*core.parameters(), *core.buffers()),
+        weights=0 if is_checked else _checksum(*core.parameters(), *core.buffers()),
         queries=q.shape[2],
         keys=k.shape[2],
         masked=int(call.key_mask is not None),
     )
 
 
-def _bits(*tensors: Tensor | None) -> int:
+def _checksum(*tensors: Tensor | None) -> int:
     """A number that stands for the numbers of some tensors, exactly and in any order; 0 where looking is waiting."""
     total = 0
     for x in tensors:
@@ -228,10 +228,10 @@ def _bits(*tensors: Tensor | None) -> int:
     return total % (1 << 62)
 
 
-def _agree(ranks: Ranks, facts: Facts | None, problem: Exception | None) -> list[Facts]:
-    """The facts of all ranks, or on every rank an error where they do not fit one another."""
-    every = [Facts(*x) for x in ranks.meet("attention", facts or [0] * len(Facts._fields), problem)]
-    for name in Facts._fields[:-FREE]:
+def _agree(ranks: Ranks, signature: CallSignature | None, problem: Exception | None) -> list[CallSignature]:
+    """Exchange the signatures of all ranks; raises an error on every rank where they differ."""
+    every = [CallSignature(*x) for x in ranks.meet("attention", signature or [0] * len(CallSignature._fields), problem)]
+    for name in CallSignature._fields[:-FREE]:
         values = [getattr(x, name) for x in every]
         for rank, value in enumerate(values):
             if value != values[0]:
@@ -261,15 +261,17 @@ def attend_split(core: AttentionCore, make_call: Callable[[], Call], ranks: Rank
         problem = _refusal(core, call)
     except Exception as error:  # the others have to know, whatever it is
         problem = error
-    facts = None if call is None or problem is not None else _facts(core, call)
-    every = _agree(ranks, facts, problem)
+    # Weights are compared in the first call since the ranks met: sums over all of them in every call would cost more.
+    signature = None if call is None or problem is not None else _signature(core, call, core in ranks.checked)
+    every = _agree(ranks, signature, problem)
     assert call is not None
+    ranks.checked.add(core)
     out, after = _Split(core, call, ranks, every).attend()
     return out.to(call.query.dtype), after
 
 
 def _refusal(core: AttentionCore, call: Call) -> ValueError | None:
-    """Why a core cannot make this call over ranks; None where it can."""
+    """Return the error for a call that a core cannot make over ranks, or None."""
     if core.splits is None:
         return ValueError(
             f"{core.method!r} has no state of constant size that ranks could exchange, and the sequence is split over "
@@ -281,9 +283,9 @@ def _refusal(core: AttentionCore, call: Call) -> ValueError | None:
 
 
 class _Split:
-    """One call on this rank, with the facts of all."""
+    """One call on this rank, with the signatures of all."""
 
-    def __init__(self, core: AttentionCore, call: Call, ranks: Ranks, every: list[Facts]) -> None:
+    def __init__(self, core: AttentionCore, call: Call, ranks: Ranks, every: list[CallSignature]) -> None:
         self.core, self.ranks, self.rank = core, ranks, ranks.rank
         for rank, x in enumerate(every):
             if call.is_causal and x.queries != x.keys:
@@ -303,19 +305,19 @@ class _Split:
         tokens = (queries[-1], self.starts[-1])
         # Normalized already: what goes around is what the sums see.
         self.own = core.splits(core, core._normalized(call), tokens, self.starts[self.rank])
-        self.call, self.form = self.own.call, self.own.form
-        self.runs = Runs(self.call, self.form.sinks, ranks, any(x.masked for x in every))
-        length, reach = call.key.shape[2], self.form.reach
+        self.call, self.plan = self.own.call, self.own.plan
+        self.edges = EdgeSegments(self.call, self.plan.sinks, ranks, any(x.masked for x in every))
+        length, reach = call.key.shape[2], self.plan.reach
         places = [reach, length - reach]
-        places += [first_places(self.form, x)[0] for x in self.runs.runs] if self.form.sinks else []
-        self.form = self.form.cut(x for x in places if x <= SHORT or x == length - reach)
+        places += [first_places(self.plan, x)[0] for x in self.edges.segments] if self.plan.sinks else []
+        self.plan = self.plan.cut(x for x in places if x <= SHORT or x == length - reach)
 
     def attend(self) -> tuple[Tensor, State | None]:
         """Exchange, then attend to one's own tokens and what came of the others."""
         return self._causal() if self.call.is_causal else (self._both(), None)
 
-    def _exchange(self, parts: list[Sent]) -> list[Sent]:
-        """What all ranks send, in one exchange."""
+    def _exchange(self, parts: list[Message]) -> list[Message]:
+        """Gather the messages of all ranks in one exchange."""
         sources = [x for x in (self.call.key, self.call.value, *self.core.parameters()) if x.requires_grad]
         gathered = self.ranks.gather([x for part in parts for x in part.tensors], self.gradients, sources)
         result = []
@@ -327,59 +329,59 @@ class _Split:
 
     def _causal(self) -> tuple[Tensor, State | None]:
         """As a stream that goes on from the state of the ranks before."""
-        runs, call, links = self.runs, self.call, self.runs.left
-        run = runs.runs[LAST]
+        edges, call, links = self.edges, self.call, self.edges.left
+        segment = edges.segments[LAST]
         is_last = self.rank == self.ranks.size - 1  # after whom nobody comes
-        sums = no_sums(self.form) if is_last else sums_one_way(self.form, run, False)
-        (sent,) = self._exchange([outgoing(self.form, run, sums, False)])
-        left = incoming(self.form, sent, links, self.ranks, self.starts, mirror=False)
+        sums = no_sums(self.plan) if is_last else sums_one_way(self.plan, segment, False)
+        (message,) = self._exchange([outgoing(self.plan, segment, sums, False)])
+        left = incoming(self.plan, message, links, self.ranks, self.starts, mirror=False)
         at_once = call.segment_ids is None and not call.streams and self.own.goes_on()
         sinks = None
-        if self.form.sinks:  # a stream finds its own ones itself
-            valid, position = runs.first_visible(LAST, self.starts)
+        if self.plan.sinks:  # a stream finds its own ones itself
+            valid, position = edges.first_visible(LAST, self.starts)
             seen = links | self._here() if at_once else links
-            sinks = first_sinks(sent.sinks, valid & seen.unsqueeze(2), position)
+            sinks = first_sinks(message.sinks, valid & seen.unsqueeze(2), position)
         if at_once:
             key, value, mask = left.tokens
-            nothing = Side([], (key[:, :, :0], value[:, :, :0], mask[:, :0]))
+            nothing = Neighbour([], (key[:, :, :0], value[:, :, :0], mask[:, :0]))
             return self.own.between(call, [], (left, nothing), sinks), None
         state = self.own.state(left, sinks)
         if call.segment_ids is None:
             out, after = self.core._attend_alone(replace(call, state=state))
         else:
-            state = replace(state, last_id=runs.ids[self.rank, :, FIRST])
+            state = replace(state, last_id=edges.ids[self.rank, :, FIRST])
             out, after = attend_packed(self.core, replace(call, state=state))
         return out, None if after is None else replace(after, length=self.starts[self.rank + 1])
 
     def _here(self) -> Tensor:
-        """Which rank is this one, (R, 1) bool."""
+        """Mask of this rank among all, (R, 1)."""
         return (torch.arange(self.ranks.size, device=self.call.key.device) == self.rank).unsqueeze(1)
 
     def _both(self) -> Tensor:
         """Bidirectional, with a state on each side; of packed rows the first and the last segment one by one."""
-        runs, form, call = self.runs, self.form, self.call
+        edges, plan, call = self.edges, self.plan, self.call
         is_packed = call.segment_ids is not None
-        first, last = runs.runs
-        if is_packed or form.reach or form.slope is not None:
+        first, last = edges.segments
+        if is_packed or plan.reach or plan.slope is not None:
             if is_packed:
-                ways = sums_one_way(form, last, False), sums_one_way(form, first, True)
+                ways = sums_one_way(plan, last, False), sums_one_way(plan, first, True)
             else:
-                ways = sums_both_ways(form, last)
-            to_right = outgoing(form, last, ways[0], False)
-            to_left = outgoing(form, first, ways[1], True, shared=not is_packed)
+                ways = sums_both_ways(plan, last)
+            to_right = outgoing(plan, last, ways[0], False)
+            to_left = outgoing(plan, first, ways[1], True, shared=not is_packed)
             to_right, to_left = self._exchange([to_right, to_left])
             shared = {} if to_left.full else {"full": to_right.full}
             shared |= {} if to_left.sinks else {"sinks": to_right.sinks}
             to_left = replace(to_left, **shared)
         else:
-            (to_right,) = self._exchange([outgoing(form, last, sums_one_way(form, last, False), False)])
+            (to_right,) = self._exchange([outgoing(plan, last, sums_one_way(plan, last, False), False)])
             to_left = to_right
-        single = runs.single[self.rank]
-        out = self._between(to_right, to_left, FIRST, runs.left, runs.right & single)
+        single = edges.single[self.rank]
+        out = self._between(to_right, to_left, FIRST, edges.left, edges.right & single)
         if call.segment_ids is None or not call.query.shape[2]:
             return out
         ids = call.segment_ids
-        other = self._between(to_right, to_left, LAST, runs.left & single, runs.right)
+        other = self._between(to_right, to_left, LAST, edges.left & single, edges.right)
         is_first, is_last = ((ids == x)[:, None, :, None] for x in (ids[:, :1], ids[:, -1:]))
         out = torch.where(is_first, out, torch.where(is_last, other, 0))
         segments = Segments.of(ids)
@@ -387,15 +389,15 @@ class _Split:
         alone = replace(call, segment_ids=None)
         return attend_apart(self.core, alone, inner, out) if len(inner.row) else out
 
-    def _between(self, to_right: Sent, to_left: Sent, which: int, left: Tensor, right: Tensor) -> Tensor:
-        """Attend within one run of this rank, and to what it sees of the ranks on the left and on the right, (R, B)."""
-        form, ranks, runs = self.form, self.ranks, self.runs
-        before = incoming(form, to_right, left, ranks, self.starts, mirror=False)
-        after = incoming(form, to_left, right, ranks, self.starts, mirror=True)
+    def _between(self, to_right: Message, to_left: Message, which: int, left: Tensor, right: Tensor) -> Tensor:
+        """Attend within one segment of this rank, and to what it sees of the ranks on both sides, (R, B)."""
+        plan, ranks, edges = self.plan, self.ranks, self.edges
+        before = incoming(plan, to_right, left, ranks, self.starts, mirror=False)
+        after = incoming(plan, to_left, right, ranks, self.starts, mirror=True)
         own = [x[self.rank] for x in (to_left if which == FIRST else to_right).full]
         sinks = None
-        if form.sinks:
-            places = [runs.first_visible(x, self.starts) for x in (LAST, FIRST)]
+        if plan.sinks:
+            places = [edges.first_visible(x, self.starts) for x in (LAST, FIRST)]
             from_left = torch.arange(ranks.size, device=left.device) < self.rank + (which == LAST)
             at = from_left.view(-1, 1, 1)
             valid, position = (torch.where(at, x, y) for x, y in zip(*places, strict=True))
@@ -404,5 +406,5 @@ class _Split:
             sinks = first_sinks(rows, valid & seen.unsqueeze(2), position)
         alone = self.call
         if alone.segment_ids is not None:
-            alone = replace(alone, segment_ids=None, key_mask=runs.runs[which].mask)
+            alone = replace(alone, segment_ids=None, key_mask=edges.segments[which].mask)
         return self.own.between(alone, own, (before, after), sinks)

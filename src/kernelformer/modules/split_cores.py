@@ -1,4 +1,4 @@
-"""What a rank sends of its tokens, and what it makes of those that the others sent, where a sequence is split.
+"""Messages between the ranks of a split sequence: summaries of their tokens, and how cores use them.
 
 Near tokens travel as they are, far ones as sums: of all tokens of a rank, and of all but those that may be near for its
 neighbour. So an exchange is of one size whatever the length, and nothing is ever taken off a sum again.
@@ -19,7 +19,8 @@ from torch import Tensor
 from kernelformer.attention import State
 from kernelformer.attention.families import engine_class
 from kernelformer.attention.linear import faded, key_sums, merge_sums, read_sums
-from kernelformer.attention.near import Sinks, Tokens
+from kernelformer.attention.near import Sinks
+from kernelformer.attention.near_keys import Tokens
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.ranks import Ranks
 from kernelformer.attention.relative.call import Layout, RelativeCall
@@ -27,7 +28,6 @@ from kernelformer.attention.relative.operator import relative_attention
 from kernelformer.contract import compute_dtype, lookup, no_autocast
 from kernelformer.modules.bias import check_tail
 from kernelformer.modules.checks import Bias, Call
-from kernelformer.modules.streaming import prepare_map
 from kernelformer.modules.window import NO_SINK, Far, NearFarAttention, Stream
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 SHORT = 1024  # tokens among which sinks are looked for without a gradient as long as the sequence
 
 
-class Piece(NamedTuple):
+class TokenRange(NamedTuple):
     """Some of a rank's tokens: where they begin and end, keys (B, G, n, D) and values (B, G, n, E)."""
 
     first: int
@@ -48,8 +48,8 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Form:
-    """What attention needs of the tokens on other ranks.
+class ExchangePlan:
+    """Plan of an exchange: what attention needs of the tokens on other ranks.
 
     Args:
         key: (B, G, S, D), with as many heads as the sums.
@@ -75,30 +75,30 @@ class Form:
     normalize: bool = True
     parts: bool = False
     slope: Tensor | None = None
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[TokenRange, ...] = ()
 
     @property
     def positive(self) -> bool:
         """The family of the map."""
         return lookup(self.spec).family == "positive"
 
-    def cut(self, places: Iterable[int]) -> Form:
-        """The same with keys and values cut into pieces at some places.
+    def cut(self, places: Iterable[int]) -> ExchangePlan:
+        """Cut keys and values into pieces at some places.
 
         All at once: each slice of a long tensor would get a gradient as long as the tensor, nearly all of it zeros.
         """
         length = self.key.shape[2]
         ends = [0, *sorted({x for x in places if 0 < x < length}), length]
         if len(ends) == 2:  # as it is: even one piece that was cut would have a gradient of its own
-            return replace(self, pieces=(Piece(0, length, self.key, self.value),))
+            return replace(self, pieces=(TokenRange(0, length, self.key, self.value),))
         sizes = [last - first for first, last in pairwise(ends)]
         parts = zip(pairwise(ends), self.key.split(sizes, 2), self.value.split(sizes, 2), strict=True)
-        return replace(self, pieces=tuple(Piece(*span, key, value) for span, key, value in parts))
+        return replace(self, pieces=tuple(TokenRange(*span, key, value) for span, key, value in parts))
 
-    def between(self, first: int, last: int) -> list[Piece]:
+    def between(self, first: int, last: int) -> list[TokenRange]:
         """The pieces from one place to another, both of which are cuts; one that is empty where there are none."""
         found = [x for x in self.pieces if first <= x.first and x.last <= last]
-        return found or [Piece(first, first, self.key[:, :, :0].detach(), self.value[:, :, :0].detach())]
+        return found or [TokenRange(first, first, self.key[:, :, :0].detach(), self.value[:, :, :0].detach())]
 
     def tokens(self, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Keys and values from one cut to another."""
@@ -140,7 +140,7 @@ class Form:
         )
 
 
-class Run(NamedTuple):
+class Segment(NamedTuple):
     """A stretch of tokens of this rank that goes on, or may go on, on other ranks: all of them, or a segment's.
 
     Args:
@@ -155,8 +155,8 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sent:
-    """What a rank sends, or what all ranks sent, (R, ...) each then.
+class Message:
+    """Tensors that a rank sends, or those of all ranks, (R, ...) each.
 
     Args:
         full: state of all far tokens.
@@ -177,98 +177,98 @@ class Sent:
         """All of it, in order."""
         return [*self.full, *self.head, *self.edge, *self.marks, *self.sinks]
 
-    def like(self, tensors: list[Tensor]) -> Sent:
+    def like(self, tensors: list[Tensor]) -> Message:
         """Other tensors in the same places."""
         rest = list(tensors)
         lists = (self.full, self.head, self.edge, self.marks, self.sinks)
-        return Sent(*([rest.pop(0) for _ in x] for x in lists))
+        return Message(*([rest.pop(0) for _ in x] for x in lists))
 
 
-def first_places(form: Form, run: Run) -> tuple[int, tuple[Tensor, Tensor]]:
-    """Where the first visible tokens of a run end, and the keys and values up to there; all where that is far."""
-    length = form.key.shape[2]
-    inside = run.firsts[run.firsts < length]
+def first_places(plan: ExchangePlan, segment: Segment) -> tuple[int, tuple[Tensor, Tensor]]:
+    """Return the end of a segment's first visible tokens, and keys and values up to it; all where that is far."""
+    length = plan.key.shape[2]
+    inside = segment.firsts[segment.firsts < length]
     end = int(inside.max()) + 1 if inside.numel() else 0
-    known = any(x.first == end or x.last == end for x in form.pieces)
-    return end, form.tokens(0, end) if known and end <= SHORT else (form.key, form.value)
+    known = any(x.first == end or x.last == end for x in plan.pieces)
+    return end, plan.tokens(0, end) if known and end <= SHORT else (plan.key, plan.value)
 
 
-class Sums(NamedTuple):
-    """States of a rank's far tokens in one direction, see `Sent`; nothing without a map."""
+class KeyState(NamedTuple):
+    """States of a rank's far tokens in one direction, see `Message`; nothing without a map."""
 
     full: list[Tensor]
     head: list[Tensor]
 
 
-def sums_one_way(form: Form, run: Run, mirror: bool) -> Sums:
+def sums_one_way(plan: ExchangePlan, segment: Segment, mirror: bool) -> KeyState:
     """For the ranks after this one, or mirrored for those before."""
-    if not form.spec:
-        return Sums([], [])
-    length, reach = form.key.shape[2], form.reach
+    if not plan.spec:
+        return KeyState([], [])
+    length, reach = plan.key.shape[2], plan.reach
     cut = min(reach, length) if mirror else max(0, length - reach)
     spans = ((cut, length), (0, cut)) if mirror else ((0, cut), (cut, length))
-    head, edge = (form.sums(*span, run.far, mirror) for span in spans)
-    return Sums(form.merged([head, form.fade(edge, -reach)]) if reach else head, head)
+    head, edge = (plan.sums(*span, segment.far, mirror) for span in spans)
+    return KeyState(plan.merged([head, plan.fade(edge, -reach)]) if reach else head, head)
 
 
-def no_sums(form: Form) -> Sums:
+def no_sums(plan: ExchangePlan) -> KeyState:
     """Those of no tokens, where nobody wants any: they cost no pass over the keys."""
-    if not form.spec:
-        return Sums([], [])
-    known, like = lookup(form.spec), form.key.new_empty(0, dtype=compute_dtype(form.key.dtype))
-    features = known.feature_dim(form.tensors, form.key.shape[3])
-    state = engine_class(known).empty(tuple(form.key.shape[:2]), features, form.value.shape[3], like)
-    return Sums(state, state)
+    if not plan.spec:
+        return KeyState([], [])
+    known, like = lookup(plan.spec), plan.key.new_empty(0, dtype=compute_dtype(plan.key.dtype))
+    features = known.feature_dim(plan.tensors, plan.key.shape[3])
+    state = engine_class(known).empty(tuple(plan.key.shape[:2]), features, plan.value.shape[3], like)
+    return KeyState(state, state)
 
 
-def sums_both_ways(form: Form, run: Run) -> tuple[Sums, Sums]:
+def sums_both_ways(plan: ExchangePlan, segment: Segment) -> tuple[KeyState, KeyState]:
     """For the ranks after this one and for those before, in one pass over the keys where distance does not count."""
-    if form.slope is not None or not form.spec:
-        return sums_one_way(form, run, False), sums_one_way(form, run, True)
-    length, reach = form.key.shape[2], form.reach
+    if plan.slope is not None or not plan.spec:
+        return sums_one_way(plan, segment, False), sums_one_way(plan, segment, True)
+    length, reach = plan.key.shape[2], plan.reach
     after, before = max(0, length - reach), min(reach, length)  # heads are tokens [0, after) and [before, length)
     low, high = sorted((after, before))
-    left, middle, right = (form.sums(*x, run.far, False) for x in ((0, low), (low, high), (high, length)))
-    full = form.merged([left, middle, right])
+    left, middle, right = (plan.sums(*x, segment.far, False) for x in ((0, low), (low, high), (high, length)))
+    full = plan.merged([left, middle, right])
     overlap = [middle] if after >= before else []
-    return Sums(full, form.merged([left, *overlap])), Sums(full, form.merged([*overlap, right]))
+    return KeyState(full, plan.merged([left, *overlap])), KeyState(full, plan.merged([*overlap, right]))
 
 
-def outgoing(form: Form, run: Run, sums: Sums, mirror: bool, shared: bool = False) -> Sent:
-    """What a rank sends of a run: to the ranks after it, or mirrored to those before.
+def outgoing(plan: ExchangePlan, segment: Segment, sums: KeyState, mirror: bool, shared: bool = False) -> Message:
+    """Build the message of a segment to the ranks after this one, or mirrored to those before.
 
     Args:
-        form: the tokens.
-        run: which of them count.
+        plan: the tokens.
+        segment: which of them count.
         sums: of the far ones.
         mirror: the direction.
         shared: what it sends in the other direction serves for this one too: all far tokens, and the first ones.
     """
-    length, reach = form.key.shape[2], form.reach
-    dtype = compute_dtype(form.key.dtype)
+    length, reach = plan.key.shape[2], plan.reach
+    dtype = compute_dtype(plan.key.dtype)
     missing = max(0, reach - length)
     room = (0, missing) if mirror else (missing, 0)
     at = slice(0, min(reach, length)) if mirror else slice(max(0, length - reach), length)
-    hidden = None if run.mask is None else ~run.mask[:, None, at, None]
+    hidden = None if segment.mask is None else ~segment.mask[:, None, at, None]
     edge: list[Tensor] = []
-    for x in form.tokens(at.start, at.stop) if reach else ():
+    for x in plan.tokens(at.start, at.stop) if reach else ():
         piece = x if hidden is None else x.masked_fill(hidden, 0)
         edge.append(F.pad(piece.to(dtype), (0, 0, *room)))
     marks = []
-    if reach and run.mask is not None and run.far is not None:
-        marks = [torch.stack([F.pad(x[:, at].to(dtype), room) for x in (run.mask, run.far)])]
+    if reach and segment.mask is not None and segment.far is not None:
+        marks = [torch.stack([F.pad(x[:, at].to(dtype), room) for x in (segment.mask, segment.far)])]
     picked = []
-    for x in first_places(form, run)[1] if form.sinks and not shared else ():
-        index = run.firsts[:, None, :, None].clamp(0, max(0, x.shape[2] - 1)).expand(-1, x.shape[1], -1, x.shape[3])
+    for x in first_places(plan, segment)[1] if plan.sinks and not shared else ():
+        index = segment.firsts[:, None, :, None].clamp(0, max(0, x.shape[2] - 1)).expand(-1, x.shape[1], -1, x.shape[3])
         rows = x.gather(2, index) if x.shape[2] else x.new_zeros(index.shape)
         picked.append(rows.to(dtype))
-    full = () if shared and form.slope is None else sums.full
-    return Sent(full=full, head=sums.head if reach else (), edge=edge, marks=marks, sinks=picked)
+    full = () if shared and plan.slope is None else sums.full
+    return Message(full=full, head=sums.head if reach else (), edge=edge, marks=marks, sinks=picked)
 
 
 @dataclass(frozen=True)
-class Side:
-    """What a rank knows of the tokens on one side of its own.
+class Neighbour:
+    """Summary of the tokens on one side of a rank's own.
 
     Args:
         sums: state of the far ones; nothing without a map.
@@ -279,76 +279,82 @@ class Side:
     tokens: Tokens
 
 
-def incoming(form: Form, sent: Sent, links: Tensor, ranks: Ranks, starts: Sequence[int], *, mirror: bool) -> Side:
-    """What the ranks before this one sent, or mirrored those after it.
+def incoming(
+    plan: ExchangePlan, message: Message, links: Tensor, ranks: Ranks, starts: Sequence[int], *, mirror: bool
+) -> Neighbour:
+    """Combine what the ranks before this one sent, or mirrored those after it.
 
     Args:
-        form: of this rank.
-        sent: by all ranks, (R, ...) each.
+        plan: of this rank.
+        message: by all ranks, (R, ...) each.
         links: (R, B) bool, whose tokens this rank's sees.
         ranks: the group.
         starts: R + 1 positions, of the first token of every rank and after the last.
         mirror: the direction.
     """
-    reach, here = form.reach, ranks.rank
+    reach, here = plan.reach, ranks.rank
     sums: list[Tensor] = []
-    batch = form.key.shape[0]
+    batch = plan.key.shape[0]
     others = range(here + 1, ranks.size) if mirror else range(here)
     gaps = {s: starts[s] - starts[here + 1] if mirror else starts[here] - starts[s + 1] for s in others}
-    if form.spec and not reach and form.slope is None:
+    if plan.spec and not reach and plan.slope is None:
         counted = torch.tensor([s in gaps for s in range(ranks.size)], device=links.device)
-        sums = merge_sums(sent.full, links & counted.unsqueeze(1), form.positive)
-    elif form.spec:
+        sums = merge_sums(message.full, links & counted.unsqueeze(1), plan.positive)
+    elif plan.spec:
         states: list[list[Tensor]] = []
         used: list[Tensor] = []
         # Not one by one: the gradient of x[s] would be a tensor of all ranks for each of them.
-        fulls, heads = ([list(y) for y in zip(*(x.unbind(0) for x in z), strict=True)] for z in (sent.full, sent.head))
+        fulls, heads = (
+            [list(y) for y in zip(*(x.unbind(0) for x in z), strict=True)] for z in (message.full, message.head)
+        )
         for s, full in enumerate(fulls):  # those that do not count too: an exchange runs backward on every rank
             counts = s in gaps
             if counts and gaps[s] < reach:
-                states += [form.fade(heads[s], gaps[s])]
-                states += _between(form, sent, s, starts, gaps[s], mirror)
+                states += [plan.fade(heads[s], gaps[s])]
+                states += _between(plan, message, s, starts, gaps[s], mirror)
             else:
-                states.append(form.fade(full, gaps[s]) if counts else full)
+                states.append(plan.fade(full, gaps[s]) if counts else full)
             used += [links[s] & counts] * (len(states) - len(used))
-        sums = form.merged(states, torch.stack(used))
-    tokens = _near_tokens(sent, links, starts, list(gaps), reach, mirror)
+        sums = plan.merged(states, torch.stack(used))
+    tokens = _near_tokens(message, links, starts, list(gaps), reach, mirror)
     if tokens is None:
-        empty = form.key.new_zeros(*form.key.shape[:2], 0, form.key.shape[3], dtype=compute_dtype(form.key.dtype))
-        mask = torch.ones(batch, 0, dtype=torch.bool, device=form.key.device)
-        tokens = (empty, form.value.new_zeros(*form.value.shape[:2], 0, form.value.shape[3], dtype=empty.dtype), mask)
-    return Side(sums, tokens)
+        empty = plan.key.new_zeros(*plan.key.shape[:2], 0, plan.key.shape[3], dtype=compute_dtype(plan.key.dtype))
+        mask = torch.ones(batch, 0, dtype=torch.bool, device=plan.key.device)
+        tokens = (empty, plan.value.new_zeros(*plan.value.shape[:2], 0, plan.value.shape[3], dtype=empty.dtype), mask)
+    return Neighbour(sums, tokens)
 
 
-def _between(form: Form, sent: Sent, s: int, starts: Sequence[int], gap: int, mirror: bool) -> list[list[Tensor]]:
+def _between(
+    plan: ExchangePlan, message: Message, s: int, starts: Sequence[int], gap: int, mirror: bool
+) -> list[list[Tensor]]:
     """States of the edge tokens of rank s that lie beyond the near ones after all, since a rank between is short."""
-    count = min(form.reach, starts[s + 1] - starts[s])
-    beyond = count - (form.reach - gap)
+    count = min(plan.reach, starts[s + 1] - starts[s])
+    beyond = count - (plan.reach - gap)
     if beyond <= 0:
         return []
-    first = (count - beyond) if mirror else form.reach - count
+    first = (count - beyond) if mirror else plan.reach - count
     at = slice(first, first + beyond)
-    key, value = (x[s][:, :, at] for x in sent.edge)
-    far = sent.marks[0][s][1][:, at] > 0 if sent.marks else None
-    short = replace(form, key=key, value=value).cut(())
+    key, value = (x[s][:, :, at] for x in message.edge)
+    far = message.marks[0][s][1][:, at] > 0 if message.marks else None
+    short = replace(plan, key=key, value=value).cut(())
     return [short.sums(0, beyond, far, mirror)]
 
 
 def _near_tokens(
-    sent: Sent, links: Tensor, starts: Sequence[int], others: list[int], reach: int, mirror: bool
+    message: Message, links: Tensor, starts: Sequence[int], others: list[int], reach: int, mirror: bool
 ) -> Tokens | None:
     """The w tokens next to this rank's, or as many as there are; None where none are asked for."""
-    if not sent.edge:
+    if not message.edge:
         return None
-    keys, values = ([x[0][:, :, :0]] for x in sent.edge)  # of no tokens, so that they always come from the exchange
+    keys, values = ([x[0][:, :, :0]] for x in message.edge)  # of no tokens, so that they always come from the exchange
     masks = [links[0].unsqueeze(1)[:, :0]]
     for s in others:
         count = min(reach, starts[s + 1] - starts[s])
         at = slice(0, count) if mirror else slice(reach - count, reach)
-        keys.append(sent.edge[0][s][:, :, at])
-        values.append(sent.edge[1][s][:, :, at])
+        keys.append(message.edge[0][s][:, :, at])
+        values.append(message.edge[1][s][:, :, at])
         seen = links[s].unsqueeze(1).expand(-1, count)
-        masks.append(seen & (sent.marks[0][s][0][:, at] > 0) if sent.marks else seen)
+        masks.append(seen & (message.marks[0][s][0][:, at] > 0) if message.marks else seen)
     key, value, mask = torch.cat(keys, 2), torch.cat(values, 2), torch.cat(masks, 1)
     near = slice(0, reach) if mirror else slice(max(0, mask.shape[1] - reach), None)
     return key[:, :, near], value[:, :, near], mask[:, near]
@@ -421,7 +427,7 @@ class CoreSplit(ABC):
         start: keys on the ranks before this one.
 
     Attributes:
-        form: what is asked of the other ranks.
+        plan: what is asked of the other ranks.
     """
 
     core: AttentionCore
@@ -435,11 +441,11 @@ class CoreSplit(ABC):
             past = start if core.has_near and is_packed else min(call.bias.window or 0, start)
             later = max(0, tokens[1] - start - call.key.shape[2])
             self.call = replace(call, bias=around(call.bias, call, core, tokens, past, later))
-        self.form = self._form()
+        self.plan = self._plan()
 
     @staticmethod
     def refusal(core: Any, call: Call) -> ValueError | None:
-        """Why a core cannot make this call over ranks; None where it can."""
+        """Return the error for a call that a core cannot make over ranks, or None."""
         bias = call.bias
         if bias is not None and (bias.layout.rows or bias.window is None):
             what = "a bias on a grid" if bias.layout.rows else "a bias of which no max_distance is known"
@@ -454,19 +460,21 @@ class CoreSplit(ABC):
         return None
 
     @abstractmethod
-    def _form(self) -> Form: ...
+    def _plan(self) -> ExchangePlan: ...
 
     @abstractmethod
-    def state(self, left: Side, sinks: Sinks | None) -> State:
+    def state(self, left: Neighbour, sinks: Sinks | None) -> State:
         """The state before this rank's tokens."""
 
     def goes_on(self) -> bool:
-        """Whether a causal call is also a case of `between`, with nothing after it, in less time than by a state."""
+        """True if a causal call takes less time as a case of `between`, with nothing after it, than by a state."""
         return False
 
     @abstractmethod
-    def between(self, call: Call, own: Sequence[Tensor], sides: tuple[Side, Side], sinks: Sinks | None) -> Tensor:
-        """Attend to a call's keys and to those on both sides, whose sums in the middle are ``own``: (B, H, L, E)."""
+    def between(
+        self, call: Call, own: Sequence[Tensor], neighbours: tuple[Neighbour, Neighbour], sinks: Sinks | None
+    ) -> Tensor:
+        """Attend to the keys of a call and of both neighbours, whose sums in the middle are ``own``: (B, H, L, E)."""
 
 
 def around(bias: Bias, call: Call, core: AttentionCore, tokens: tuple[int, int], past: int, later: int) -> Bias:
@@ -511,19 +519,19 @@ def around(bias: Bias, call: Call, core: AttentionCore, tokens: tuple[int, int],
     return replace(bias, table=table, layout=Layout(length, reach, past))
 
 
-def near_state(left: Side, sinks: Sinks | None, start: int, made_by: tuple[tuple[str, object], ...]) -> State:
+def near_state(left: Neighbour, sinks: Sinks | None, start: int, made_by: tuple[tuple[str, object], ...]) -> State:
     """A stream's state, from what is on the left."""
     if sinks is not None:
         sinks = sinks._replace(position=sinks.position.masked_fill(~sinks.visible, NO_SINK))
     return State(Stream(left.sums, left.tokens, sinks, start).tensors(), start, made_by)
 
 
-def joined(form: Form, call: Call, sides: tuple[Side, Side]) -> Call:
-    """The call with the tokens next to it on both sides, in the dtype of the arithmetic."""
+def joined(plan: ExchangePlan, call: Call, neighbours: tuple[Neighbour, Neighbour]) -> Call:
+    """The call with the tokens next to it on both neighbours, in the dtype of the arithmetic."""
     dtype = compute_dtype(call.query.dtype)
-    before, after = (x.tokens for x in sides)
+    before, after = (x.tokens for x in neighbours)
     key, value = (
-        torch.cat([x, y.to(dtype), z], 2) for x, y, z in zip(before[:2], (form.key, form.value), after[:2], strict=True)
+        torch.cat([x, y.to(dtype), z], 2) for x, y, z in zip(before[:2], (plan.key, plan.value), after[:2], strict=True)
     )
     mask = None
     if call.key_mask is not None or not bool(before[2].all() & after[2].all()):
@@ -535,20 +543,20 @@ def joined(form: Form, call: Call, sides: tuple[Side, Side]) -> Call:
 def near_between(
     near: NearFarAttention,
     far: Far | None,
-    form: Form,
+    plan: ExchangePlan,
     call: Call,
-    sides: tuple[Side, Side],
+    neighbours: tuple[Neighbour, Neighbour],
     sinks: Sinks | None,
     start: int,
 ) -> Tensor:
     """Near tokens exactly, this rank's and those next to them; far ones by the sums on either side."""
-    offset = sides[0].tokens[2].shape[1]
+    offset = neighbours[0].tokens[2].shape[1]
     if sinks is not None:
         sinks = sinks._replace(position=sinks.position - (start - offset))
-    later = sides[1].sums
+    later = neighbours[1].sums
     if not near.window:  # the first key on the right is one away, not none
-        later = form.fade(later, -1)
-    out, _ = near.run(joined(form, call, sides), far, sinks, sides[0].sums, offset, later)
+        later = plan.fade(later, -1)
+    out, _ = near.run(joined(plan, call, neighbours), far, sinks, neighbours[0].sums, offset, later)
     return out
 
 
@@ -557,10 +565,10 @@ class LocalSplit(CoreSplit):
 
     core: LocalCore
 
-    def _form(self) -> Form:
-        return Form(self.call.key, self.call.value, reach=self.core.window, sinks=self.core.sinks)
+    def _plan(self) -> ExchangePlan:
+        return ExchangePlan(self.call.key, self.call.value, reach=self.core.window, sinks=self.core.sinks)
 
-    def state(self, left: Side, sinks: Sinks | None) -> State:
+    def state(self, left: Neighbour, sinks: Sinks | None) -> State:
         """See `CoreSplit`."""
         made_by = self.core._made_by(self.call.scale) + self.core.near.made_by(self.call)
         return near_state(left, sinks, self.start, made_by)
@@ -569,20 +577,22 @@ class LocalSplit(CoreSplit):
         """See `CoreSplit`: no mask has to be made where nothing is hidden."""
         return True
 
-    def between(self, call: Call, own: Sequence[Tensor], sides: tuple[Side, Side], sinks: Sinks | None) -> Tensor:
+    def between(
+        self, call: Call, own: Sequence[Tensor], neighbours: tuple[Neighbour, Neighbour], sinks: Sinks | None
+    ) -> Tensor:
         """See `CoreSplit`."""
         with no_autocast(call.query.device.type):
-            return near_between(self.core.near, None, self.form, call, sides, sinks, self.start)
+            return near_between(self.core.near, None, self.plan, call, neighbours, sinks, self.start)
 
 
 class KernelSplit(CoreSplit):
-    """Sums of a feature map, and near tokens where there are any: of a window, or of a bias."""
+    """KeyState of a feature map, and near tokens where there are any: of a window, or of a bias."""
 
     core: KernelCore
 
     @staticmethod
     def refusal(core: Any, call: Call) -> ValueError | None:
-        """Why a core cannot make this call over ranks; None where it can."""
+        """Return the error for a call that a core cannot make over ranks, or None."""
         phi = core.feature_map
         if phi.sees_sequence:
             return ValueError(
@@ -596,15 +606,15 @@ class KernelSplit(CoreSplit):
             )
         return CoreSplit.refusal(core, call)
 
-    def _form(self) -> Form:
+    def _plan(self) -> ExchangePlan:
         core, call = self.core, self.call
         with no_autocast(call.query.device.type):
-            tensors = prepare_map(core, call).tensors
+            tensors = core.map_tensors(call)
         slope = None if call.bias is None else call.bias.slope
         near = core.near
         if near is not None:
             call, far = core._with_far(call, tensors)
-            return Form(
+            return ExchangePlan(
                 call.key,
                 call.value,
                 reach=near.window,
@@ -615,10 +625,13 @@ class KernelSplit(CoreSplit):
                 parts=True,
                 slope=slope,
             )
-        repeat = core.biased.per_head if call.bias is not None else core._per_map_head
-        return Form(
-            repeat(call.key),
-            repeat(call.value),
+        if call.bias is None:
+            key, value = core._per_map_head(call.key, call.value)
+        else:
+            key, value = core.biased.per_head(call.key), core.biased.per_head(call.value)
+        return ExchangePlan(
+            key,
+            value,
             reach=0 if call.bias is None else call.bias.window or 0,
             spec=core.feature_map.spec_id if call.bias is None else core.feature_map.spread_spec_id,
             tensors=tensors,
@@ -627,7 +640,7 @@ class KernelSplit(CoreSplit):
             slope=slope,
         )
 
-    def state(self, left: Side, sinks: Sinks | None) -> State:
+    def state(self, left: Neighbour, sinks: Sinks | None) -> State:
         """See `CoreSplit`."""
         core, call = self.core, self.call
         made_by = core._made_by(call.scale)
@@ -635,7 +648,7 @@ class KernelSplit(CoreSplit):
             return near_state(left, sinks, self.start, made_by + core.near.made_by(call))
         if call.bias is None:
             return State(tuple(left.sums), self.start, made_by)
-        sums = sums_of_state(left.sums, self.form.positive)
+        sums = sums_of_state(left.sums, self.plan.positive)
         key, value, mask = left.tokens
         return State((*sums, key, value, mask), mask.shape[1], made_by + core.biased.made_by(call))
 
@@ -643,31 +656,33 @@ class KernelSplit(CoreSplit):
         """See `CoreSplit`: no mask has to be made where nothing is hidden."""
         return self.core.has_near
 
-    def between(self, call: Call, own: Sequence[Tensor], sides: tuple[Side, Side], sinks: Sinks | None) -> Tensor:
+    def between(
+        self, call: Call, own: Sequence[Tensor], neighbours: tuple[Neighbour, Neighbour], sinks: Sinks | None
+    ) -> Tensor:
         """See `CoreSplit`."""
-        core, form = self.core, self.form
+        core, plan = self.core, self.plan
         with no_autocast(call.query.device.type):
             if core.near is not None:
-                far = Far(form.spec, form.tensors, core.beta)
-                return near_between(core.near, far, form, call, sides, sinks, self.start)
+                far = Far(plan.spec, plan.tensors, core.beta)
+                return near_between(core.near, far, plan, call, neighbours, sinks, self.start)
             if call.bias is not None:
-                return self._with_bias(call, call.bias, sides)
-            state = form.merged([sides[0].sums, own, sides[1].sums])
+                return self._with_bias(call, call.bias, neighbours)
+            state = plan.merged([neighbours[0].sums, own, neighbours[1].sums])
             return read_sums(
-                call.query, state, spec=form.spec, tensors=form.tensors, scale=form.scale, normalize=form.normalize
+                call.query, state, spec=plan.spec, tensors=plan.tensors, scale=plan.scale, normalize=plan.normalize
             )
 
-    def _with_bias(self, call: Call, bias: Bias, sides: tuple[Side, Side]) -> Tensor:
-        form, whole = self.form, joined(self.form, call, sides)
-        left, right = (sums_of_state(x.sums, form.positive) for x in sides)
+    def _with_bias(self, call: Call, bias: Bias, neighbours: tuple[Neighbour, Neighbour]) -> Tensor:
+        plan, whole = self.plan, joined(self.plan, call, neighbours)
+        left, right = (sums_of_state(x.sums, plan.positive) for x in neighbours)
         relative = RelativeCall(
             query=whole.query,
             key=whole.key,
             value=whole.value,
             bias=bias.table,
-            spec=form.spec,
-            tensors=form.tensors,
-            scale=form.scale,
+            spec=plan.spec,
+            tensors=plan.tensors,
+            scale=plan.scale,
             layout=bias.layout,
             key_mask=whole.key_mask,
             window=bias.window,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -12,15 +12,15 @@ from torch import Tensor
 
 from kernelformer.attention import State
 from kernelformer.attention.dispatch import attend_near_far, is_exporting
-from kernelformer.attention.engine import Part
-from kernelformer.attention.near import NearKeys, Sinks, Tokens, join
-from kernelformer.attention.near_far_call import NearFarCall, finish, merge
+from kernelformer.attention.near import Sinks
+from kernelformer.attention.near_far_call import NearFarCall
+from kernelformer.attention.near_keys import Place, Tokens, push
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.state import MadeBy
-from kernelformer.attention.step import far_logits, far_step
+from kernelformer.attention.step import NearTokens, step
 from kernelformer.contract import PositiveSpec, compute_dtype, lookup
 from kernelformer.modules.bias import check_tail
-from kernelformer.modules.checks import Bias, Call, can_read, readable_without_sync
+from kernelformer.modules.checks import Bias, Call, readable_without_sync
 
 if TYPE_CHECKING:
     from kernelformer.modules.core import AttentionCore
@@ -59,24 +59,18 @@ class Stream:
         """The tensors of a state."""
         return (*self.sums, *self.tokens, *(() if self.sinks is None else self.sinks[:3]))
 
-    def has_sinks(self, buffers: object | None) -> bool:
-        """Whether every sample has all of its sinks; streams in buffers have."""
-        return self.sinks is None or isinstance(buffers, Buffers) or bool((self.sinks.position >= 0).all())
-
 
 @dataclass(frozen=True)
-class Buffers:
-    """The buffers that the last tokens of a stream lie in, and what is known of the tokens without looking.
+class Known:
+    """Facts about a stream in buffers, so that a step need not look for them in its tensors.
 
     Args:
-        keys: the buffers.
-        visible: no token was ever hidden since the buffers were made, nor one that they began with.
-        last_sink: the largest position of a sink.
+        place: of the last tokens.
+        last_sink: the largest position of a sink, once every sample has all of its sinks; before that None.
     """
 
-    keys: NearKeys
-    visible: bool
-    last_sink: int
+    place: Place
+    last_sink: int | None
 
 
 def first_tokens(count: int, call: Call, before: Sinks | None, offset: int = 0, past: int = 0) -> Sinks | None:
@@ -179,41 +173,19 @@ def attend_stream(near: NearFarAttention, call: Call, far: Far | None) -> tuple[
     return out, Stream(sums, (key, value, kept), sinks, 0).tensors()
 
 
-def step_stream(near: NearFarAttention, call: Call, far: Far | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Attend with one token after a state of `attend_stream`; see `NearFarAttention.step`."""
-    assert call.state is not None
-    _check_window(near)
-    before, dtype = Stream.of(call.state, near.sinks > 0), compute_dtype(call.query.dtype)
-    query, key, value = (x.to(dtype) for x in (call.query, call.key, call.value))
-    mask = before.tokens[2].new_ones(key.shape[0], 1) if call.key_mask is None else call.key_mask
-    if call.key_mask is not None:
-        key, value = (x.masked_fill(~mask[:, None, :, None], 0) for x in (key, value))
-    keys, values = (torch.cat(pair, 2) for pair in zip(before.tokens[:2], (key, value), strict=True))
-    marks = torch.cat([before.tokens[2], mask], 1)
-    sinks = None if before.sinks is None else _with_new_sink(before.sinks, key, value, mask)
-    tokens = (keys[:, :, 1:], values[:, :, 1:], marks[:, 1:])
-    stream = Stream(before.sums, tokens, sinks, 0)
-    rows = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])  # (B, G, R, D)
-    part, sums = near._near(call, rows, tokens, stream), before.sums
-    if far is None:
-        out = finish(part)[0]
-    else:
-        gone = (keys[:, :, :1], values[:, :, :1], near._gone(marks, 1, stream))
-        out, sums = near._merged(call, far, rows, gone, part, sums)
-    if sinks is not None:
-        sinks = sinks._replace(position=sinks.position - 1)
-    out = out.reshape(query.shape[0], query.shape[1], 1, value.shape[3])
-    return out, Stream(sums, tokens, sinks, 0).tensors()
+def _with_new_sink(
+    sinks: Sinks, ago: Tensor, token: tuple[Tensor, Tensor, Tensor | None], past: int
+) -> tuple[Sinks, Tensor]:
+    """The sinks with a token, at position ``past``, among them where one is missing and the token is visible.
 
-
-def _with_new_sink(sinks: Sinks, key: Tensor, value: Tensor, mask: Tensor) -> Sinks:
-    """The sinks of a sample with the token at position 0 among them, where one is missing and the token visible."""
-    number = torch.arange(sinks.position.shape[1], device=key.device)
-    there = (sinks.position < NO_SINK_YET // 2).sum(1, keepdim=True)
-    new = (number == there) & mask  # (B, s)
-    rows = new[:, None, :, None]
-    position = torch.where(new, 0, sinks.position)
-    return Sinks(torch.where(rows, key, sinks.key), torch.where(rows, value, sinks.value), position, position)
+    Also the tokens since each sink, before and after: negative where there is none.
+    """
+    key, value, mask = token
+    new = torch.arange(ago.shape[1], device=key.device) == (ago >= 0).sum(1, keepdim=True)
+    new = new if mask is None else new & mask  # (B, s)
+    rows, position = new[:, None, :, None], torch.where(new, past, sinks.position)
+    sinks = Sinks(torch.where(rows, key, sinks.key), torch.where(rows, value, sinks.value), position, position)
+    return sinks, ago.masked_fill(new, 0)
 
 
 def _check_window(near: NearFarAttention) -> None:
@@ -422,157 +394,99 @@ class NearFarAttention:
         beyond = (distance.abs() - bias.window).clamp_min(0).to(entries.dtype)
         return entries - bias.slope.to(entries.dtype).unsqueeze(1) * beyond
 
-    def step(self, call: Call, far: Far | None) -> tuple[Tensor, tuple[Tensor, ...], Buffers | None]:
-        """Attend with one token; also returns the buffers that the last keys lie in.
-
-        In a few whole operations where nothing is differentiated, else as any other call.
-        """
-        if is_exporting() and call.state is not None:
-            return *step_stream(self, call, far), None
-        state, buffers = call.state, None if call.state is None else call.state.near
-        is_plain = can_read(call.query) and not torch.is_grad_enabled() and not self.dropout
-        before = None if state is None else Stream.of(state, self.sinks > 0)
-        if before is None or not is_plain or not self.window or not before.has_sinks(buffers):
+    def step(self, call: Call, far: Far | None) -> tuple[Tensor, tuple[Tensor, ...], Known | None]:
+        """Attend with one token; also returns what is known of the stream after it."""
+        if call.state is None or self.dropout:
             out, after = self.attend(call, far)
             assert after is not None
             return out, after, None
-        dtype = compute_dtype(call.query.dtype)
-        query, key, value = call.query, call.key, call.value
+        traced, dtype = is_exporting(), compute_dtype(call.query.dtype)
+        if traced:
+            _check_window(self)
+        before, past = Stream.of(call.state, self.sinks > 0), 0 if traced else call.state.length
+        known = call.state.near if isinstance(call.state.near, Known) else None
+        query, key, value, mask = call.query, call.key, call.value, call.key_mask
         if query.dtype != dtype:
             query, key, value = (x.to(dtype) for x in (query, key, value))
-        mask = call.key_mask
-        if mask is None:
-            known = isinstance(buffers, Buffers) and buffers.visible and before.tokens[2].shape[1] > 0
-            mask = before.tokens[2][:, -1:] if known else before.tokens[2].new_ones(key.shape[0], 1)
-        else:
+        if mask is not None:
             key, value = (x.masked_fill(~mask[:, None, :, None], 0) for x in (key, value))
-        given = buffers.keys if isinstance(buffers, Buffers) else None
-        joined, keys = join(before.tokens, (key, value, mask), given, window=self.window)
-        facts = self._buffers(keys, before, buffers, call.key_mask is not None)
-        rows = query.reshape(
-            query.shape[0], key.shape[1], query.shape[1] // key.shape[1], query.shape[3]
-        )  # (B, G, R, D)
-        first = max(0, joined[2].shape[1] - self.window)
-        tokens = (joined[0][:, :, first:], joined[1][:, :, first:], joined[2][:, first:])
-        simple = facts is not None and facts.visible and call.bias is None
-        simple = simple and facts is not None and before.length - facts.last_sink > self.window
-        gone = (joined[0][:, :, :1], joined[1][:, :, :1])
-        if simple and (far is None or far.is_positive):
-            out, sums = self._quick(call, rows, tokens, before, far, gone if first else None)
+        place = None if known is None else known.place
+        tokens, (gone, gone_value, shown), place = push(before.tokens, key, value, mask, place, window=self.window)
+        sinks, ago = before.sinks, None
+        slope = None if call.bias is None else call.bias.slope
+        last_sink = -self.window if sinks is None else None if known is None else known.last_sink
+        if sinks is not None and (last_sink is None or past - last_sink <= self.window or slope is not None):
+            ago = past - sinks.position  # tokens since each sink; negative where there is none yet
+            ago = ago if traced else ago.masked_fill(sinks.position < 0, -1)
+            if last_sink is None:
+                sinks, ago = _with_new_sink(sinks, ago, (key, value, mask), past)
+        rows = query.reshape(*key.shape[:2], query.shape[1] // key.shape[1], query.shape[3])  # (B, G, R, D)
+        near = self._near(call, far, rows, tokens, sinks, ago, masked=place is None or not place.visible)
+        sums = before.sums
+        if far is None or gone.shape[2] == 0:
+            out = near.attend()
         else:
-            near = self._near(call, rows, tokens, before)
-            out, sums = finish(near)[0], before.sums
-            if far is not None:
-                leaving = (*gone, self._gone(joined[2], first, before))
-                out, sums = self._merged(call, far, rows, leaving, near, before.sums)
-        after_stream = Stream(sums, tokens, before.sinks, before.length + 1)
-        return out.reshape(query.shape[0], query.shape[1], 1, value.shape[3]), after_stream.tensors(), facts
+            if ago is not None:  # a sink that leaves the window is not taken in
+                other = ~(ago == self.window).any(1, keepdim=True)
+                shown = other if shown is None else shown & other
+            how: dict[str, Any] = {"scale": call.scale, "key_mask": shown, "near": near}
+            out, sums = step(lookup(far.spec), far.tensors, query, gone, gone_value, sums, **how)
+            if slope is not None:
+                sums = (sums[0] - slope.to(sums[0].dtype).view(1, -1, 1, 1), *sums[1:])
+        if traced and sinks is not None:
+            sinks = sinks._replace(position=sinks.position - 1)
+        after = Stream(sums, tokens, sinks, past + 1).tensors()
+        if place is None:
+            return out.reshape(*query.shape[:3], value.shape[3]), after, None
+        if last_sink is None and sinks is not None and bool((sinks.position >= 0).all()):
+            last_sink = int(sinks.position.max()) if sinks.position.numel() else -self.window
+        return out.reshape(*query.shape[:3], value.shape[3]), after, Known(place, last_sink)
 
-    def _buffers(self, keys: NearKeys | None, before: Stream, buffers: object | None, masked: bool) -> Buffers | None:
-        """The buffers of the state after a step, with what is known of the tokens in them."""
-        if keys is None:
-            return None
-        if isinstance(buffers, Buffers):
-            visible = buffers.visible and not masked
-            return buffers if keys is buffers.keys and visible == buffers.visible else replace(
-                buffers, keys=keys, visible=visible
-            )  # fmt: skip
-        some = before.sinks is not None and before.sinks.position.numel() > 0
-        last = int(before.sinks.position.max()) if some and before.sinks is not None else -self.window
-        return Buffers(keys, not masked and bool(before.tokens[2].all()), last)
-
-    def _quick(
+    def _near(
         self,
         call: Call,
+        far: Far | None,
         rows: Tensor,
         tokens: Tokens,
-        before: Stream,
-        far: Far | None,
-        gone: tuple[Tensor, Tensor] | None,
-    ) -> tuple[Tensor, Sequence[Tensor]]:
-        """One softmax over near keys, sinks and positive features, whose values are the means that they have summed up.
+        sinks: Sinks | None,
+        ago: Tensor | None,
+        *,
+        masked: bool,
+    ) -> NearTokens:
+        """The last tokens and the sinks, as queries (B, G, R, D) see them.
 
-        Where all tokens are visible, sinks are beyond the window, and there is no bias. ``gone`` is what has left the
-        window; before that there is no far part. Returns (B, G, R, E) and the sums.
+        Args:
+            call: for its scale and its bias.
+            far: or None.
+            rows: the queries.
+            tokens: the last ones.
+            sinks: or None.
+            ago: (B, s), tokens since each sink; None where all are beyond the window.
+            masked: whether some of the tokens may be hidden.
         """
-        scaled = rows * self.scale_of(call.scale)
-        logits, values, sums = [scaled @ tokens[0].mT], [tokens[1]], before.sums
-        if before.sinks is not None:
-            logits.append(scaled @ before.sinks.key.mT)
-            values.append(before.sinks.value)
-        if far is not None and gone is not None:
-            spec = cast(PositiveSpec, lookup(far.spec))
-            features, after = far_logits(spec, far.tensors, rows, (*gone, None), sums, call.scale)
-            logits.append(
-                features if far.beta is None else features + far.beta.to(rows.dtype).view(*rows.shape[1:3], 1)
-            )
-            values.append(after[1])
-            sums = after
-        shares = torch.cat(logits, 3).softmax(3).split([x.shape[2] for x in values], 3)
-        out = shares[0] @ values[0]
-        for share, x in zip(shares[1:], values[1:], strict=True):
-            out = out + share @ x
-        return out, sums
-
-    def _gone(self, mask: Tensor, first: int, before: Stream) -> Tensor | None:
-        """Whether the token that leaves the window is not to be taken in, (B, 1, 1, 1) bool."""
-        hidden = ~mask[:, :1] if first else torch.ones_like(mask[:, :1])
-        if before.sinks is not None:
-            leaving = before.length - self.window
-            hidden = hidden | (before.sinks.position == leaving).any(1, keepdim=True)
-        return hidden[:, :, None, None]
-
-    def _near(self, call: Call, rows: Tensor, tokens: Tokens, before: Stream) -> Part:
-        """Exact softmax of one query (B, G, R, D) on the last tokens and the sinks."""
-        scale, count = self.scale_of(call.scale), tokens[2].shape[1]
-        scores = rows @ tokens[0].mT * scale
-        values, sinks = tokens[1], before.sinks
-        heads = scores.shape[1:3]
-        bias = None if call.bias is None else self._bias(call.bias)
-        if bias is not None:
-            near = bias[0][:, self.window - count : self.window]  # distances -(count - 1) to 0
-            scores = scores + near.to(scores.dtype).clamp_min(EMPTY).unflatten(0, heads).unsqueeze(0)[:, :, :, :]
-        scores = scores.masked_fill(~tokens[2][:, None, None, :], EMPTY)
+        scaled, count, heads = rows * self.scale_of(call.scale), tokens[2].shape[1], rows.shape[1:3]
+        bias = () if call.bias is None else self._bias(call.bias)
+        near, tail, factor = scaled @ tokens[0].mT, None, None
+        if far is not None and far.beta is not None:
+            factor = far.beta.to(rows.dtype).view(*heads, 1)
+        if bias:
+            table, tail = (x.to(rows.dtype).clamp_min(EMPTY) for x in (bias[0], bias[1][0].view(*heads, 1)))
+            near = near + table[:, self.window - count : self.window].unflatten(0, heads)  # distances count - 1 to 0
+            factor = tail if factor is None else factor + tail
+        if masked:
+            near = near.masked_fill(~tokens[2][:, None, None, :], EMPTY)
+        logits, values = [near], [tokens[1]]
         if sinks is not None:
-            more = rows @ sinks.key.to(rows.dtype).mT * scale
-            distance = before.length - sinks.position  # (B, s)
-            if bias is not None:
-                tail = bias[1][0].to(scores.dtype).clamp_min(EMPTY).view(1, *heads, 1)
-                if len(bias) > 2:
-                    beyond = (distance - self.window).to(scores.dtype)[:, None, None, :]
-                    tail = tail - bias[2].to(scores.dtype).view(1, *heads, 1) * beyond
-                more = more + tail
-            more = more.masked_fill((distance < self.window)[:, None, None, :], EMPTY)
-            scores = torch.cat([scores, more], 3)
-            values = torch.cat([values, sinks.value.to(values.dtype)], 2)
-        log = scores.logsumexp(3)
-        out = (scores - log.unsqueeze(3)).exp_() @ values
-        empty = log < EMPTY / 2
-        return Part(out.masked_fill(empty.unsqueeze(3), 0), log.masked_fill(empty, EMPTY))
-
-    def _merged(
-        self,
-        call: Call,
-        far: Far,
-        rows: Tensor,
-        gone: tuple[Tensor, Tensor, Tensor | None],
-        near: Part,
-        sums: Sequence[Tensor],
-    ) -> tuple[Tensor, Sequence[Tensor]]:
-        """Take in the key that leaves the window, and merge what the far keys give: (B, G, R, E), and their sums."""
-        fades = call.bias is not None and call.bias.slope is not None
-        added, after = far_step(lookup(far.spec), far.tensors, rows, gone, sums, call.scale, fades)
-        log, heads = added.log, rows.shape[1:3]
-        if far.beta is not None:
-            log = log + far.beta.to(rows.dtype).view(heads)
-        if call.bias is not None:
-            _, tails, *rest = self._bias(call.bias)
-            log = log + tails[0].to(rows.dtype).clamp_min(EMPTY).view(heads)
-            if rest:
-                after = (after[0] - rest[0].to(after[0].dtype).view(1, -1, 1, 1), *after[1:])
-        if added.den is None:  # of two means with log masses the logistic function has the share
-            return torch.lerp(near.num, added.num, torch.sigmoid(log - near.log).unsqueeze(3)), after
-        return finish(merge(near, added._replace(log=log)))[0], after
+            first = scaled @ sinks.key.mT
+            first = first if tail is None else first + tail
+            if len(bias) > 2 and ago is not None:
+                beyond = (ago - self.window).to(first.dtype)[:, None, None, :]
+                first = first - bias[2].to(first.dtype).view(*heads, 1) * beyond
+            if ago is not None:
+                first = first.masked_fill((ago < self.window)[:, None, None, :], EMPTY)
+            logits.append(first)
+            values.append(sinks.value)
+        return NearTokens(logits, values, factor=factor, fades=len(bias) > 2, may_hide=bool(bias))
 
     def forget(self, state: State, samples: Tensor) -> State:
         """A state whose near keys are hidden, far sums empty and sinks to come again, for some samples (B) bool."""

@@ -31,7 +31,8 @@ def context_parallel(group: dist.ProcessGroup | None = None) -> Iterator[Ranks]:
 
     Within the block every attention of this library sees the tokens of all ranks; everything else works on one's own.
     What it gives, gradients included, is what one process with the whole sequence would have. All ranks make the same
-    calls in the same order, with as many samples, and parts that may differ in length. A causal layer needs what is
+    calls in the same order, with as many samples, and parts that may differ in length; weights are compared once for
+    each attention in the block. A causal layer needs what is
     left of the ranks before, a bidirectional one of all: a state of constant size, and near tokens where there are any.
 
     Every rank's loss has to depend on its outputs, with a factor of 0 if need be, since a backward pass is an exchange

@@ -12,12 +12,12 @@ from rich.table import Table
 
 from kernelformer.errors import WorkerError
 from kernelformer.formatting import human_bytes, human_ratio, human_time, short_names
-from kernelformer.timing import Figures, Step
 from kernelformer_lab.bench.attention import contender, yardsticks
 from kernelformer_lab.bench.case import Case
 from kernelformer_lab.bench.devices import check_device
 from kernelformer_lab.bench.harness import peak_memory, run_in_process, time_bursts
 from kernelformer_lab.bench.settings import HEAPS, BenchSettings
+from kernelformer_lab.bench.timing import Figures, Step
 
 __all__ = ["HEAPS", "Row", "WorkerError", "cases", "check", "contenders", "job", "measure", "run", "run_case"]
 TINY = 128  # tokens of the call after which libraries, threads and their buffers are there

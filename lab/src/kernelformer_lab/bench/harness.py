@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernelformer.environment import peak, reset_peak
 from kernelformer.errors import WorkerError
 from kernelformer.formatting import human_time
-from kernelformer.timing import Figures, Step, medians, no_collection, taking_timings
 from kernelformer_lab.bench import devices
 from kernelformer_lab.bench.devices import counts_memory
 from kernelformer_lab.bench.settings import HEAPS, PASSES
+from kernelformer_lab.bench.timing import Figures, Step, medians, no_collection, taking_timings
 from kernelformer_lab.jobs import call_in_process, starting
+from kernelformer_lab.memory import peak, reset_peak
 
 
 def run_in_process(

@@ -10,6 +10,7 @@ from kernelformer.cli.group import (
     MEASURING,
     MODELS,
     OUTPUT,
+    PRETRAINED,
     RUNNING,
     SIZE,
     START,
@@ -68,7 +69,7 @@ COMMANDS = CommandSet(
             "Train a model. Also by `torchrun -m kernelformer train ...` on several processes.",
             (
                 ("bytes --attention favor+ --data my.txt", "a language model of bytes, into out/bytes"),
-                ("out/bytes --resume", "go on after Ctrl-C or a crash"),
+                ("out/bytes --resume", "resume after Ctrl-C or a crash"),
                 ("listops --set learning_rate=1e-3 --set model.hidden_size=64", "change any setting"),
             ),
         ),
@@ -84,7 +85,7 @@ COMMANDS = CommandSet(
             "Train several attentions on the same data in the same order, and write a report.",
             (
                 ("listops --attention softmax,favor+,skyformer --seeds 3", "a report into out/listops"),
-                ("out/listops --resume", "go on with it"),
+                ("out/listops --resume", "resume it"),
             ),
         ),
         "translate": Entry(
@@ -92,6 +93,15 @@ COMMANDS = CommandSet(
             MODELS,
             "Translate lines of text with a trained model, one line for each.",
             (("out/rpe-translation --text my.txt", "one line for each"),),
+        ),
+        "attention": Entry(
+            "kernelformer_lab.cli.pictures:attention",
+            PRETRAINED,
+            "Draw attention matrices of a model and of its converted copy, side by side (Performer, App. C.4).",
+            (
+                ('MODEL linear --prompt "A sentence."', "out/attention.png"),
+                ("MODEL --attention favor+ --layers 0-3 --heads 0,1", "without a converted model"),
+            ),
         ),
         "bench": Entry(
             "kernelformer_lab.cli.bench:bench",

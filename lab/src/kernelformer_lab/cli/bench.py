@@ -12,8 +12,9 @@ from kernelformer.cli.common import Json, Threads, console, following, plain_err
 from kernelformer.cli.options import takes
 from kernelformer.environment import environment
 from kernelformer.files import write_json
-from kernelformer.settings import command_words, plain
+from kernelformer.settings import plain
 from kernelformer_lab.bench.settings import BenchSettings
+from kernelformer_lab.records import command_words
 
 
 @takes(BenchSettings)

@@ -25,7 +25,7 @@ SETTINGS_CAPTION = "above the line what the recipe or its task sets, below it de
 
 
 def listed(incomplete: str) -> list[str]:
-    """What ``kernelformer list`` takes."""
+    """Names that ``kernelformer list`` takes."""
     return starting(incomplete, (*PARTS, *method_names(), *RECIPES, *TASKS))
 
 

@@ -45,12 +45,12 @@ def reproduce(
         Path, typer.Option(help="folder with a folder for each data set: imdb, enwik8, ... (docs/measured/evidence.md)")
     ] = Path("data"),
     records: Annotated[Path, typer.Option(help="folder of the records and the ledger")] = Path("results/evidence"),
-    out: Annotated[Path, typer.Option(help="folder for the runs, to go on with")] = Path("out/reproduce"),
+    out: Annotated[Path, typer.Option(help="folder for the runs, also those to resume")] = Path("out/reproduce"),
     as_json: Json = False,
 ) -> None:
     """Measure what the papers claim, item by item, and write the ledger of claims, figures and verdicts.
 
-    Two runs of one thread go side by side; nothing that is on record is run again, and a stopped queue goes on where
+    Two runs of one thread go side by side; nothing that is on record is run again, and a stopped queue resumes where
     it was.
     """
     from kernelformer_lab.evidence.items import find_items
@@ -79,7 +79,7 @@ def reproduce(
 
 def _say(line: str) -> None:
     """Print a line as it is: names and paths in brackets are no markup."""
-    console.print(line, highlight=False, markup=False)
+    console.print(line)
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

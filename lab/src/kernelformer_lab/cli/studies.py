@@ -13,7 +13,6 @@ from kernelformer.cli.common import (
     console,
     following,
     goes_on,
-    picture_in,
     plain_errors,
     show_json,
     starts_anew,
@@ -24,6 +23,7 @@ from kernelformer.cli.group import MEASURE, Command, Entry, Group
 from kernelformer.cli.options import takes
 from kernelformer.files import read_json
 from kernelformer.settings import Settings
+from kernelformer_lab.cli.pictures import picture_in
 from kernelformer_lab.studies import STUDIES, Study, find_study
 
 # Without postponed annotations: those of a command below are made from its study.

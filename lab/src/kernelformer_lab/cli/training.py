@@ -24,13 +24,13 @@ from kernelformer.cli.common import (
     use_threads,
 )
 from kernelformer.cli.options import attentions, one_of, starting
-from kernelformer.commands import resume_command, typed
+from kernelformer.commands import typed
 from kernelformer.files import read_json
 from kernelformer.settings import SEED, SKIP_BAD, split_names
 from kernelformer_lab.recipes.catalogue import RECIPES, change, find_recipe, recipe_name, recipes_of
 from kernelformer_lab.recipes.overrides import describe_changes, read_attention, read_settings
 from kernelformer_lab.recipes.papers.base import CPU
-from kernelformer_lab.records import PLAN, RUN
+from kernelformer_lab.records import PLAN, RUN, resume_command
 
 if TYPE_CHECKING:
     from kernelformer_lab.comparison import Plan
@@ -123,7 +123,7 @@ Sets = Annotated[
 ]
 TRAINING_SAMPLES = 1000  # that `evaluate` takes by default: a training split may have millions
 DEMO_SECONDS = 200.0  # of training in the demo, which takes half of it on two idle cores
-Resume = Annotated[bool, typer.Option("--resume", help="go on with what is in the folder")]
+Resume = Annotated[bool, typer.Option("--resume", help="resume what is in the folder")]
 Timeout = Annotated[
     int | None, typer.Option(min=1, help="seconds that a process of several waits for the others; default: 1800")
 ]

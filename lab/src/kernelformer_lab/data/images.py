@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 
 from kernelformer.conversion.readers import unreadable
 from kernelformer.errors import choice, flag, integer, positive_int
-from kernelformer.files import check_inside, check_limit, check_regular, replacing, walk
+from kernelformer.files import check_inside, check_limit, check_regular, replacing
 from kernelformer_lab.data.arrays import cache_folder, reading, writing
 from kernelformer_lab.data.batching import Sample, Samples, check_limits, spread_evenly
+from kernelformer_lab.data.files import walk
 from kernelformer_lab.data.image_cache import Encoded, Files, Form, Frames, Int64, Rows, Uint8, decode, grey, mapped
 from kernelformer_lab.data.sources import (
     ALIASES,

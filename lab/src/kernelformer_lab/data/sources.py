@@ -13,18 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kernelformer.conversion.readers import (
-    EXTENSIONS,
-    Row,
-    brief,
-    hash_files,
-    read_file_rows,
-    separator_hint,
-    short_names,
-    unreadable,
-)
+from kernelformer.conversion.readers import Row, hash_files, unreadable
 from kernelformer.errors import choice, flag, integer, number
-from kernelformer.files import check_inside, existing
+from kernelformer.files import check_inside
+from kernelformer_lab.data.files import EXTENSIONS, brief, existing, read_file_rows, separator_hint, short_names
 
 SPLITS = ("train", "validation", "test")
 # Names that splits have elsewhere; the first that is there counts.

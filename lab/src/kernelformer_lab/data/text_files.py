@@ -13,9 +13,10 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kernelformer.conversion.readers import EXTENSIONS, column_bytes, read_file_rows, short_names, unreadable
+from kernelformer.conversion.readers import unreadable
 from kernelformer.errors import flag, integer
-from kernelformer.files import check_inside, check_regular, existing
+from kernelformer.files import check_inside, check_regular
+from kernelformer_lab.data.files import EXTENSIONS, column_bytes, existing, read_file_rows, short_names
 from kernelformer_lab.data.sources import (
     ALIASES,
     SPLITS,

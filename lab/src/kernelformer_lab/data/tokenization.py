@@ -157,7 +157,7 @@ def vocabulary(
     """
     limit = vocabulary_size(tokenizer=tokenizer, kind=kind, vocab_size=vocab_size, lowercase=lowercase)
     if tokenizer is not None:
-        return load_tokenizer(tokenizer)
+        return load_vocabulary(tokenizer)
     if kind == "bytes":
         return Vocabulary(None, BYTE_TOKENS)
     made = make_tokenizer(texts, kind=kind, vocab_size=limit, lowercase=lowercase, cache=cache, record=record)
@@ -180,7 +180,7 @@ def vocabulary_size(
         raise ValueError(f"lowercase is for a vocabulary of sub-words, got kind={kind!r}; leave it out.")
     if not fixed:
         return vocab_size or DEFAULT_SIZE
-    size = BYTE_TOKENS if tokenizer is None else load_tokenizer(tokenizer).size
+    size = BYTE_TOKENS if tokenizer is None else load_vocabulary(tokenizer).size
     if vocab_size is not None and vocab_size < size:
         raise ValueError(f"{tokenizer} has {size} tokens, more than vocab_size={vocab_size}; leave vocab_size out.")
     if tokenizer is None and vocab_size not in (None, size):
@@ -201,7 +201,7 @@ def special(tokenizer: str | None = None) -> Special:
     """The special tokens, which need no data: those of `SPECIAL`, or a user's."""
     if tokenizer is None:
         return Special()
-    return load_tokenizer(tokenizer).special
+    return load_vocabulary(tokenizer).special
 
 
 def make_tokenizer(
@@ -238,7 +238,7 @@ def make_tokenizer(
     return _plain(Tokenizer.from_str(text))
 
 
-def load_tokenizer(location: str) -> Vocabulary:
+def load_vocabulary(location: str) -> Vocabulary:
     """A user's ``tokenizer.json``, or that of a folder; read again only when it has changed.
 
     Special tokens are found by their usual names: "[PAD]", "<pad>", "[CLS]", "<s>", "</s>" and so on. Where there is no

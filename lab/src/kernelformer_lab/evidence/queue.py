@@ -25,7 +25,7 @@ from kernelformer.errors import StoppedError
 from kernelformer.files import read_json, replacing, write_json, write_text
 from kernelformer.page import portable, rounded
 from kernelformer.settings import options
-from kernelformer.timing import BESIDE, timings_under_way
+from kernelformer_lab.bench.timing import BESIDE, timings_under_way
 from kernelformer_lab.evidence.base import TRAINING, Item, Job, StudyPart, Training, located, study_settings
 from kernelformer_lab.evidence.records import add_job, damage, folder_name, left, probed, read_entries
 from kernelformer_lab.evidence.rules import SAMPLES, TEST, VALUE
@@ -201,7 +201,7 @@ def run_queue(
         progress: called after each job.
 
     Returns:
-        A line for each job that failed, and for each item whose record is damaged; the others went on.
+        A line for each job that failed, and for each item whose record is damaged; the others continued.
 
     Raises:
         StoppedError: Ctrl-C or SIGTERM; what ran was told to save, and the same call resumes there.

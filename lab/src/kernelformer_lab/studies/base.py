@@ -14,7 +14,8 @@ from rich.table import Table
 from kernelformer.environment import environment
 from kernelformer.errors import WorkerError
 from kernelformer.files import read_json, write_json
-from kernelformer.settings import Settings, command_words, plain
+from kernelformer.settings import Settings, plain
+from kernelformer_lab.records import command_words
 
 Log = Callable[[str], None]
 Progress = Callable[[], None]

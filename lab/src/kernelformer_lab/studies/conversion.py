@@ -18,9 +18,17 @@ import torch.nn.functional as F
 from rich.table import Table
 from torch import Tensor
 
-from kernelformer.conversion.passkey import embeddings, probe_accuracy
+from kernelformer.conversion.passkey import embeddings, probe_right
 from kernelformer.conversion.readers import hash_files
-from kernelformer.conversion.texts import batches, inputs_for, mask_tokens, packed_rows, read_labelled, read_texts
+from kernelformer.conversion.texts import (
+    TextRows,
+    check_readable,
+    first_token,
+    mask_tokens,
+    read_labelled,
+    read_texts,
+    rows_for,
+)
 from kernelformer.conversion.tune import ReusePolicy
 from kernelformer.errors import positive_int
 from kernelformer.formatting import short_names
@@ -53,6 +61,11 @@ class ConversionSettings(Settings):
     seed: int = option(0, SEED, least=0)
 
 
+def inputs_for(source: Source, texts: Sequence[str], length: int, batch: int, seed: int) -> Iterator[dict[str, Tensor]]:
+    """Yield inputs of a model without end; see `TextRows`."""
+    return rows_for(source, texts, length).batches(batch, seed, start=first_token(source))
+
+
 class Quality:
     """Scores of a model on held-out texts.
 
@@ -77,16 +90,16 @@ class Quality:
     def _batches(self, texts: Sequence[str], count: int) -> Iterator[dict[str, Tensor]]:
         """Batches with each text once; of masked models again with other tokens hidden, if they are too few."""
         task, size = self.source.task, self.settings
-        inputs_for(self.source, texts, size.length, size.batch, size.seed)  # checks the tokenizer
+        check_readable(self.source, texts)
         if task == "causal":
-            rows = packed_rows(texts, self.source.tokenizer, size.length)
+            rows = TextRows(texts, self.source.tokenizer, size.length, "causal").rows
             if len(rows[0]) < size.length:
                 raise ValueError(f"the held-out text has {len(rows[0])} tokens, length is {size.length}; give more.")
             count = min(count, len(rows))
         elif task == "encoder":
             count = min(count, len(texts))
         plain = "encoder" if task == "masked" else task
-        rows_of_texts = batches(texts, self.source.tokenizer, size.length, size.batch, size.seed, task=plain)
+        rows_of_texts = TextRows(texts, self.source.tokenizer, size.length, plain).batches(size.batch, size.seed)
         for first in range(0, count, size.batch):
             yield {name: x[: count - first] for name, x in next(rows_of_texts).items()}
 
@@ -120,7 +133,7 @@ class Quality:
             (embeddings(model, self.source.tokenizer, texts, size.length, size.batch * 4), torch.tensor(labels))
             for texts, labels in self.labelled
         ]
-        return probe_accuracy(both[0], both[1])
+        return float(probe_right(both[0], both[1]).double().mean())
 
     def _masked(self, model: Any) -> dict[str, float]:
         right = count = 0

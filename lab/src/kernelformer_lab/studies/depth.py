@@ -24,13 +24,14 @@ from rich.table import Table
 from kernelformer.conversion.losses import HiddenStateErrors
 from kernelformer.conversion.measure import Batch, measure
 from kernelformer.conversion.readers import hash_files
-from kernelformer.conversion.texts import check_length, inputs_for, read_texts
+from kernelformer.conversion.texts import check_length, read_texts
 from kernelformer.hf import convert
 from kernelformer.hf.load import load_source
 from kernelformer.modules import method_options, parse_method
 from kernelformer.modules.calibration import evaluating
 from kernelformer.settings import KIND, MODEL, PICKLE, SEED, TEXTS, Settings, option, plain
 from kernelformer_lab.studies.base import SPECS, Log, Progress, Record, Row, Study, drawing, table, unique
+from kernelformer_lab.studies.conversion import inputs_for
 
 TITLES = {
     "own": "each attention by itself",

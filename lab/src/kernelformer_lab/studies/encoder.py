@@ -19,7 +19,6 @@ from kernelformer.errors import choice
 from kernelformer.formatting import human_bytes, human_ratio, human_time, short_names
 from kernelformer.modules.spec import parse_attention
 from kernelformer.settings import MAX_SECONDS, MEMORY, Settings, integers, option
-from kernelformer.timing import Figures, Step, time_rounds
 from kernelformer_lab.bench.harness import (
     clean_model,
     over_limit,
@@ -30,6 +29,7 @@ from kernelformer_lab.bench.harness import (
 )
 from kernelformer_lab.bench.settings import BOUNDS as BOUND_NAMES
 from kernelformer_lab.bench.settings import HEAPS, MEMORY_HEAP, PASSES
+from kernelformer_lab.bench.timing import Figures, Step, time_rounds
 from kernelformer_lab.studies.base import (
     SPECS,
     Log,

@@ -22,8 +22,8 @@ from kernelformer.hf.load import Source, load_source
 from kernelformer.modules import METHODS, AttentionCore, build_attention, method_options, parse_method
 from kernelformer.page import style
 from kernelformer.settings import PICKLE, SEED, Settings, numbers, option, split_names
-from kernelformer.timing import Step, time_rounds
 from kernelformer_lab.analysis.statistics import mean_and_error
+from kernelformer_lab.bench.timing import Step, time_rounds
 from kernelformer_lab.studies.base import SPECS, Log, Progress, Record, Row, Study, drawing, table, unique, where
 
 SYNTHETIC = ("isotropic", "anisotropic")

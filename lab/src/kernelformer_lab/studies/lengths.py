@@ -25,7 +25,6 @@ from kernelformer.modules.spec import parse_method
 from kernelformer.page import style
 from kernelformer.quiet import silent_libraries
 from kernelformer.settings import MAX_SECONDS, MEMORY, PICKLE, Settings, option
-from kernelformer.timing import MOST_ROUNDS, Figures, Step, time_rounds
 from kernelformer_lab.bench.harness import (
     clean_model,
     over_limit,
@@ -35,6 +34,7 @@ from kernelformer_lab.bench.harness import (
     too_large,
 )
 from kernelformer_lab.bench.settings import HEAPS, MEMORY_HEAP, PASSES
+from kernelformer_lab.bench.timing import MOST_ROUNDS, Figures, Step, time_rounds
 from kernelformer_lab.studies.base import (
     SPECS,
     Log,

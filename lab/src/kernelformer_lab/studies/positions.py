@@ -20,9 +20,9 @@ from torch import Tensor
 from kernelformer.formatting import human_time
 from kernelformer.modules import build_attention
 from kernelformer.settings import Settings, option
-from kernelformer.timing import taking_timings
 from kernelformer_lab.analysis.statistics import mean_and_error
 from kernelformer_lab.bench.attention import Case, contender
+from kernelformer_lab.bench.timing import taking_timings
 from kernelformer_lab.studies.base import Log, Progress, Record, Study, drawing, log_axis, table
 
 NORMS = (0.5, 1.0, 2.0, 3.0, 4.0)

@@ -32,10 +32,10 @@ from kernelformer.modules.context import split_over
 from kernelformer.modules.spec import parse_method
 from kernelformer.parallel import context_parallel
 from kernelformer.settings import Settings, option
-from kernelformer.timing import Figures, Step, time_rounds
 from kernelformer_lab.analysis.scaling import Exchange
 from kernelformer_lab.bench.harness import peak_memory, run_together
 from kernelformer_lab.bench.settings import HEAPS, MEMORY_HEAP
+from kernelformer_lab.bench.timing import Figures, Step, time_rounds
 from kernelformer_lab.studies.base import SPECS, Log, Progress, Record, Row, Study, drawing, table, where
 
 

@@ -19,9 +19,9 @@ from kernelformer.formatting import human_bytes, human_time, short_names
 from kernelformer.modules.spec import parse_method
 from kernelformer.quiet import silent_libraries
 from kernelformer.settings import MAX_SECONDS, MEMORY, PICKLE, Settings, option
-from kernelformer.timing import MOST_ROUNDS, Figures, Step, time_rounds
 from kernelformer_lab.bench.harness import peak_memory, run_in_process
 from kernelformer_lab.bench.settings import HEAPS, MEMORY_HEAP
+from kernelformer_lab.bench.timing import MOST_ROUNDS, Figures, Step, time_rounds
 from kernelformer_lab.studies.base import SPECS, Log, Progress, Record, Row, Study, fill_rows, table
 from kernelformer_lab.studies.lengths import (
     BASELINES,

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from kernelformer.conversion.readers import EXTENSIONS
 from kernelformer.errors import choice, flag
 from kernelformer_lab.data.arrays import Tokens, cached_tokens
 from kernelformer_lab.data.batching import Sample
+from kernelformer_lab.data.files import EXTENSIONS
 from kernelformer_lab.data.sources import ALIASES, SPLITS, Source, find_location, optional_text
 from kernelformer_lab.data.text_files import DecodedPiece, TextFiles
 from kernelformer_lab.data.windows import Windows

@@ -15,10 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernelformer.conversion.readers import EXTENSIONS, Row, hash_files, not_utf8, read_lines
+from kernelformer.conversion.readers import Row, hash_files, not_utf8, read_lines
 from kernelformer.errors import choice, flag, integer
-from kernelformer.files import check_inside, check_regular, existing
+from kernelformer.files import check_inside, check_regular
 from kernelformer_lab.data.batching import IGNORED, PackedRows, Sample, Samples, padded, padded_segments, spread_evenly
+from kernelformer_lab.data.files import EXTENSIONS, existing
 from kernelformer_lab.data.sources import ALIASES, SPLITS, Rows, Source, mix_bits, text_value, uniform
 from kernelformer_lab.tasks.base import Location, Outcome, PackOption, RowOptions
 

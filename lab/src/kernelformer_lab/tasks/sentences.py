@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernelformer.conversion.readers import brief
 from kernelformer.errors import choice, integer
 from kernelformer_lab.data.arrays import Tokens, cached_tokens
 from kernelformer_lab.data.batching import Sample, padded, spread_evenly
 from kernelformer_lab.data.byte_texts import LabelledTokens, join_sides
+from kernelformer_lab.data.files import brief
 from kernelformer_lab.data.sources import (
     SPLITS,
     Check,

@@ -46,7 +46,7 @@ class Series:
     labels: Float64
 
     def some(self, numbers: NDArray[np.int64]) -> Series:
-        """Those with some numbers."""
+        """Series with some numbers."""
         return Series([self.values[i] for i in numbers], self.labels[numbers])
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from kernelformer.errors import choice, flag, integer
-from kernelformer.files import existing, write_text
+from kernelformer.files import write_text
+from kernelformer_lab.data.files import existing
 from kernelformer_lab.data.shards import ShardIndex, ShardWindows, TokenShards, read_index, verify
 from kernelformer_lab.data.sources import SPLITS
 from kernelformer_lab.data.tokenization import TOKENIZER

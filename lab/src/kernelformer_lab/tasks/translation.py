@@ -18,13 +18,14 @@ from sacrebleu.metrics.bleu import BLEU
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from kernelformer.conversion.readers import EXTENSIONS, Row, hash_files, not_utf8, read_bytes, read_file_rows
+from kernelformer.conversion.readers import Row, hash_files, not_utf8, read_bytes
 from kernelformer.errors import choice, integer, number, positive_int
 from kernelformer.files import check_inside
 from kernelformer_lab.analysis.statistics import GROUPS, Numbers, jackknife, standard_error
 from kernelformer_lab.data.batching import IGNORED, Sample, Samples, padded, spread_evenly
+from kernelformer_lab.data.files import EXTENSIONS, read_file_rows
 from kernelformer_lab.data.sources import ALIASES, SPLITS, Rows, Source, text_value
-from kernelformer_lab.data.tokenization import TOKENIZER, Vocabulary, load_tokenizer
+from kernelformer_lab.data.tokenization import TOKENIZER, Vocabulary, load_vocabulary
 from kernelformer_lab.tasks.base import Outcome, RowOptions
 from kernelformer_lab.tasks.corpus import perplexity
 from kernelformer_lab.tasks.kinds import VocabularyTask
@@ -327,7 +328,7 @@ class Translation(VocabularyTask, RowOptions):
             if self.kind == "bytes":  # which need no file
                 return
             raise ValueError(f"{folder} has no {TOKENIZER}, without which its model cannot be used; train it anew.")
-        self._vocabulary, self._splits = load_tokenizer(str(folder)), {}
+        self._vocabulary, self._splits = load_vocabulary(str(folder)), {}
         self.special = self._vocabulary.special
 
     def split(self, name: str) -> Pairs:

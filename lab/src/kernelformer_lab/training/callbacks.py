@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,8 +27,9 @@ from transformers.integrations.integration_utils import TensorBoardCallback
 import kernelformer
 import kernelformer_lab
 from kernelformer.cli.common import text_column
-from kernelformer.commands import resume_command
 from kernelformer.errors import TrainingError
+from kernelformer.quiet import silent_libraries
+from kernelformer_lab.records import resume_command
 from kernelformer_lab.training.meter import Log, Recorder
 
 
@@ -141,6 +143,25 @@ class Bar(TrainerCallback):
         if "loss" in logs:
             note = f"loss {logs['loss']:.4f}, {self.recorder.rate:,.0f} tokens/s"
             self.progress.update(self.task, note=note)
+
+
+@contextmanager
+def silent_training() -> Iterator[None]:
+    """Silence transformers in a block, and what a training run reports by itself."""
+
+    def hook(problem: threading.ExceptHookArgs) -> None:
+        # TensorBoard writes in a thread. If the disk is full `Board` hears of it, and need not be shown the thread.
+        if not issubclass(problem.exc_type, OSError):
+            threads(problem)
+
+    threads, threading.excepthook = threading.excepthook, hook
+    try:
+        with silent_libraries(), warnings.catch_warnings():
+            # torch's new name for it would send the buffers of the first process around once, and is no better here.
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            yield
+    finally:
+        threading.excepthook = threads
 
 
 class Board(TensorBoardCallback):

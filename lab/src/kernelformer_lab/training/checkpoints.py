@@ -17,10 +17,9 @@ from accelerate.utils import broadcast_object_list, gather_object  # type: ignor
 from safetensors import SafetensorError
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from kernelformer.commands import resume_command
 from kernelformer.errors import TrainingError, reason
 from kernelformer.files import PART, naming_full_disk, sync, write_text
-from kernelformer_lab.records import METRICS, RUN, read_metrics
+from kernelformer_lab.records import METRICS, RUN, read_metrics, resume_command
 from kernelformer_lab.training.config import everywhere
 
 T = TypeVar("T")

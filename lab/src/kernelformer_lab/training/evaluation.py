@@ -16,13 +16,12 @@ from torch.utils.data import Dataset, Sampler, Subset
 from transformers import EvalPrediction, PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from kernelformer.commands import resume_command
 from kernelformer.errors import TrainingError, choice, positive_int
 from kernelformer.models import KernelformerForCausalLM
 from kernelformer.models.saved import load_saved
 from kernelformer.quiet import silent_libraries
 from kernelformer_lab.data.batching import spread_evenly
-from kernelformer_lab.records import MODEL, RESULT, RUN, is_finished, standing, unfinished
+from kernelformer_lab.records import MODEL, RESULT, RUN, is_finished, resume_command, standing, unfinished
 from kernelformer_lab.tasks import SPLITS, TASKS, Task, make_task
 from kernelformer_lab.training.config import Run
 from kernelformer_lab.training.inspection import check_run_folder, saved_run

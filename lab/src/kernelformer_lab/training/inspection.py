@@ -14,13 +14,12 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from transformers.trainer_pt_utils import safe_globals
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from kernelformer.commands import resume_command
 from kernelformer.errors import TrainingError
 from kernelformer.files import HASHES, check_archive, check_hash, check_regular, read_hashes, read_json
 from kernelformer.models.saved import DAMAGE
 from kernelformer.modules.spec import parse_attention
 from kernelformer.weight_headers import check_contained, check_sizes, weight_files
-from kernelformer_lab.records import METRICS, RESULT, RUN, Result, read_head, read_result, reading
+from kernelformer_lab.records import METRICS, RESULT, RUN, Result, read_head, read_result, reading, resume_command
 from kernelformer_lab.training.checkpoints import DAMAGED, checkpoint_of, checkpoints_of, metrics
 from kernelformer_lab.training.config import Run
 from kernelformer_lab.training.meter import Meter

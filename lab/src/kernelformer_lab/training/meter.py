@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from kernelformer.environment import peak, reset_peak
 from kernelformer_lab.analysis.statistics import GROUPS, UNKNOWN, Numbers, deviations, sample_groups, standard_error
+from kernelformer_lab.memory import peak, reset_peak
 from kernelformer_lab.records import METRICS
 from kernelformer_lab.tasks import Task
 from kernelformer_lab.tasks.base import Outcome

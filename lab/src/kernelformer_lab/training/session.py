@@ -24,7 +24,6 @@ from transformers.integrations.integration_utils import is_tensorboard_available
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from kernelformer.cli.common import VisibleConsole
-from kernelformer.commands import resume_command
 from kernelformer.conversion.readers import hash_files
 from kernelformer.environment import environment
 from kernelformer.errors import StoppedError, TrainingError, flag, positive_int, reason, shape
@@ -34,12 +33,11 @@ from kernelformer.models import MODELS, KernelformerConfig
 from kernelformer.modules import RelativePositions, redraw
 from kernelformer.modules.schedules import random_maps
 from kernelformer.parallel.context import TIMEOUT
-from kernelformer.quiet import silent_libraries
 from kernelformer.weight_headers import saved_shapes, weight_files
-from kernelformer_lab.data.tokenization import TOKENIZER, load_tokenizer
-from kernelformer_lab.records import MODEL, RESULT, RUN, Result, read_head, read_object
+from kernelformer_lab.data.tokenization import TOKENIZER, load_vocabulary
+from kernelformer_lab.records import MODEL, RESULT, RUN, Result, read_head, read_object, resume_command
 from kernelformer_lab.tasks import Task, make_task
-from kernelformer_lab.training.callbacks import Bar, Board, LastDraw, Stop, rank_watchdog
+from kernelformer_lab.training.callbacks import Bar, Board, LastDraw, Stop, rank_watchdog, silent_training
 from kernelformer_lab.training.checkpoints import (
     STAGE,
     clear,
@@ -260,7 +258,7 @@ def check_vocabulary(task: Task, folder: Path) -> None:
     file, make = _place(folder) / TOKENIZER, getattr(task, "vocabulary", None)
     if make is None or not file.is_file():
         return
-    mine, saved = make(), load_tokenizer(str(file))
+    mine, saved = make(), load_vocabulary(str(file))
     if mine.fingerprint() != saved.fingerprint():
         own = "one of bytes" if mine.tokenizer is None else f"another one, of {mine.size} tokens"
         raise TrainingError(
@@ -323,7 +321,7 @@ def train(
     """
     flag("resume", resume)
     folder = Path(folder)
-    with silent_libraries(), ExitStack() as stack:
+    with silent_training(), ExitStack() as stack:
         args = training_arguments(run, folder, positive_int("timeout", timeout))
         main = args.process_index == 0
         if (watchdog := rank_watchdog(args, folder, timeout)) is not None:

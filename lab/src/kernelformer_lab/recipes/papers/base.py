@@ -32,6 +32,15 @@ BIDIRECTIONAL = (
     BIASED,
 )
 IMAGES = (*BIDIRECTIONAL[:-1], GRID)
+SHORT_LISTOPS = {
+    "min_length": 10,
+    "max_length": 128,
+    "max_depth": 6,
+    "max_args": 5,
+    "train_samples": 50_000,
+    "validation_samples": 1000,
+    "test_samples": 1000,
+}
 
 
 @dataclass(frozen=True)
@@ -100,6 +109,19 @@ def network(layers: int, heads: int, width: int, feed: int, **more: Any) -> dict
     """Settings of a model by their names: blocks, heads, d, width of the feed-forward part."""
     sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
     return {**sizes, "intermediate_size": feed, **more}
+
+
+def brief(steps: int, rate: float, every: int, **more: Any) -> dict[str, Any]:
+    """Settings of a run of a few minutes, saved at its end alone; a tenth of the steps is warm-up.
+
+    Args:
+        steps: of the run.
+        rate: the largest learning rate.
+        every: so many steps it is evaluated.
+        more: other settings.
+    """
+    sizes = {"steps": steps, "learning_rate": rate, "warmup_steps": steps // 10, "eval_every": every}
+    return {**sizes, "save_every": None, **more}
 
 
 def several(specs: Sequence[str], counts: Sequence[int]) -> list[str]:

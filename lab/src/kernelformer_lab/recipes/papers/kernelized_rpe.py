@@ -11,18 +11,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from kernelformer_lab.recipes.papers.base import CAUSAL, FEATURES, FULL, IMAGES, Recipe, network, pair, steps_of
+from kernelformer_lab.recipes.papers.base import CAUSAL, FEATURES, FULL, IMAGES, Recipe, brief, network, pair, steps_of
 from kernelformer_lab.recipes.papers.learned_kernels import GLUE, MISMATCHED, SAMPLES, START, TITLES
 from kernelformer_lab.training.config import Run
 
 PAPER = "Kernelized attention with relative positional encoding"
-SHORT: dict[str, Any] = {
-    "schedule": "cosine",
-    "max_grad_norm": 1.0,
-    "precision": "float32",
-    "redraw": 100,
-    "save_every": None,
-}
 SHARED = {"share_bias": True}
 OWN = {"share_bias": False, "dropout": 0.0}
 
@@ -35,6 +28,11 @@ CUT = (
     "layer has a bias of its own, at ten times the rate; no dropout."
 )
 CLIPPED = "a bias reaches 64 tokens; " + CUT
+
+
+def _short(steps: int, rate: float, every: int, **more: Any) -> dict[str, Any]:
+    own = {"bias_lr": 10 * rate, "schedule": "cosine", "max_grad_norm": 1.0, "precision": "float32", "redraw": 100}
+    return brief(steps, rate, every, **{"batch_size": 16, **own, **more})
 
 
 def prf(features: int) -> str:
@@ -82,17 +80,13 @@ PRETRAIN = pair(
         **TABLE_5,
     ),
     compared=("softmax", with_bias(64)),
-    cpu={
-        **SHORT,
-        "task_options": {"length": 128, "vocab_size": 4000, "validation_samples": 128},
-        "model": SHORT_SENTENCES,
-        "steps": 500,
-        "batch_size": 16,
-        "learning_rate": 3e-3,
-        "bias_lr": 3e-2,
-        "warmup_steps": 50,
-        "eval_every": 100,
-    },
+    cpu=_short(
+        500,
+        3e-3,
+        100,
+        task_options={"length": 128, "vocab_size": 4000, "validation_samples": 128},
+        model=SHORT_SENTENCES,
+    ),
     note=(
         DRAWN,
         UNSAID,
@@ -123,17 +117,13 @@ def _fine_tuning(name: str) -> Recipe:
             **TABLE_5,
         ),
         compared=("softmax", with_bias(64)),
-        cpu={
-            **SHORT,
-            "task_options": {"length": 128, "vocab_size": 4000, "validation_samples": 1000},
-            "model": SHORT_SENTENCES,
-            "steps": 500,
-            "batch_size": 16,
-            "learning_rate": 1e-3,
-            "bias_lr": 1e-2,
-            "warmup_steps": 50,
-            "eval_every": 100,
-        },
+        cpu=_short(
+            500,
+            1e-3,
+            100,
+            task_options={"length": 128, "vocab_size": 4000, "validation_samples": 1000},
+            model=SHORT_SENTENCES,
+        ),
         note=(
             DRAWN,
             UNSAID,
@@ -147,6 +137,19 @@ def _fine_tuning(name: str) -> Recipe:
     )
 
 
+SECTION_4_2: dict[str, Any] = {
+    "steps": 150_000,
+    "batch_size": 64,
+    "warmup_steps": 6000,
+    "schedule": "inverse_sqrt",
+    "beta1": 0.9,
+    "beta2": 0.98,
+    "eps": 1e-6,
+    "weight_decay": 0.01,
+    "max_grad_norm": None,
+    "eval_every": 1000,
+    "save_every": 1000,
+}
 WIKITEXT = pair(
     "language model of WikiText-103",
     f"{PAPER}, Sec. 4.2 and Table 2",
@@ -156,18 +159,8 @@ WIKITEXT = pair(
         attention=with_bias(64),
         task_options={"data": "hub:Salesforce/wikitext:wikitext-103-raw-v1", "length": 512, "vocab_size": 32_768},
         model=network(6, 8, 512, 2048, dropout=0.1, **SHARED),
-        steps=150_000,
-        batch_size=64,
         learning_rate=2e-3,
-        warmup_steps=6000,
-        schedule="inverse_sqrt",
-        beta1=0.9,
-        beta2=0.98,
-        eps=1e-6,
-        weight_decay=0.01,
-        max_grad_norm=None,
-        eval_every=1000,
-        save_every=1000,
+        **SECTION_4_2,
     ),
     compared=(
         "softmax",
@@ -176,17 +169,14 @@ WIKITEXT = pair(
         "rfa-gate:num_features=64:draw=iid",
         with_bias(64),
     ),
-    cpu={
-        **SHORT,
-        "task_options": {"length": 256, "vocab_size": 4000, "validation_samples": 64},
-        "model": network(3, 4, 96, 384, **OWN),
-        "steps": 300,
-        "batch_size": 8,
-        "learning_rate": 3e-3,
-        "bias_lr": 3e-2,
-        "warmup_steps": 30,
-        "eval_every": 50,
-    },
+    cpu=_short(
+        300,
+        3e-3,
+        50,
+        task_options={"length": 256, "vocab_size": 4000, "validation_samples": 64},
+        model=network(3, 4, 96, 384, **OWN),
+        batch_size=8,
+    ),
     small=(*CAUSAL, f"rfa:num_features={FEATURES}", f"rfa-gate:num_features={FEATURES}"),
     note=(
         DRAWN,
@@ -234,17 +224,14 @@ TRANSLATION = pair(
         f"{prf(ENCODER)} > {prf(DECODER)}",
         f"{with_bias(ENCODER)} > {with_bias(DECODER)}",
     ),
-    cpu={
-        **SHORT,
-        "task_options": {"length": 40, "vocab_size": 2000, "bleu_samples": 150},
-        "model": network(2, 4, 128, 256, norm_first=True, **OWN),
-        "steps": 500,
-        "batch_size": 32,
-        "learning_rate": 4e-3,
-        "bias_lr": 4e-2,
-        "warmup_steps": 50,
-        "eval_every": 100,
-    },
+    cpu=_short(
+        500,
+        4e-3,
+        100,
+        task_options={"length": 40, "vocab_size": 2000, "bleu_samples": 150},
+        model=network(2, 4, 128, 256, norm_first=True, **OWN),
+        batch_size=32,
+    ),
     small=CAUSAL,
     note=(
         DRAWN,
@@ -274,15 +261,9 @@ DEIT = (
     "hidden layer, the paper's none."
 )
 ON_CIFAR: dict[str, Any] = {
-    **SHORT,
     "task_options": {"size": 32, "classes": 10, "augment": "flip", "resize": False, "validation_samples": 1000},
     "model": network(3, 4, 96, 192, patch_size=4, **OWN),
-    "steps": 400,
     "batch_size": 32,
-    "learning_rate": 2e-3,
-    "bias_lr": 2e-2,
-    "warmup_steps": 40,
-    "eval_every": 100,
 }
 IMAGENET = pair(
     "ImageNet-1K with DeiT-base",
@@ -308,7 +289,7 @@ IMAGENET = pair(
         save_every=1251,
     ),
     compared=("softmax", "nprf:num_features=32:draw=iid", with_bias(32, "2d")),
-    cpu=ON_CIFAR,
+    cpu=_short(400, 2e-3, 100, **ON_CIFAR),
     small=IMAGES,
     note=(
         DRAWN,
@@ -328,7 +309,7 @@ FINE_TUNING = pair(
         warmup_steps=steps_of(6, IMAGES_IN_AN_EPOCH, 1024),
     ),
     compared=(prf(32),),
-    cpu={**ON_CIFAR, "steps": 100, "learning_rate": 1e-3, "bias_lr": 1e-2, "warmup_steps": 6, "eval_every": 25},
+    cpu=_short(100, 1e-3, 25, warmup_steps=6, **ON_CIFAR),
     small=IMAGES,
     note=(
         "First `train rpe-imagenet --attention softmax` at the same size, then --set start=FOLDER of that run; without "
@@ -349,31 +330,18 @@ IMAGENET32 = pair(
         attention=with_bias(32),
         task_options={"size": 32},
         model=network(6, 8, 512, 2048, dropout=0.1, **SHARED),
-        steps=150_000,
-        batch_size=64,
         learning_rate=5e-4,
-        warmup_steps=6000,
-        schedule="inverse_sqrt",
-        beta1=0.9,
-        beta2=0.98,
-        eps=1e-6,
-        weight_decay=0.01,
-        max_grad_norm=None,
-        eval_every=1000,
-        save_every=1000,
+        **SECTION_4_2,
     ),
     compared=(prf(32), with_bias(32)),
-    cpu={
-        **SHORT,
-        "task_options": {"size": 16, "resize": True, "validation_samples": 64},
-        "model": network(3, 4, 96, 384, **OWN),
-        "steps": 300,
-        "batch_size": 4,
-        "learning_rate": 3e-3,
-        "bias_lr": 3e-2,
-        "warmup_steps": 30,
-        "eval_every": 50,
-    },
+    cpu=_short(
+        300,
+        3e-3,
+        50,
+        task_options={"size": 16, "resize": True, "validation_samples": 64},
+        model=network(3, 4, 96, 384, **OWN),
+        batch_size=4,
+    ),
     small=CAUSAL,
     note=(
         DRAWN,

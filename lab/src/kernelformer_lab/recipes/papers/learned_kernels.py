@@ -13,7 +13,16 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from kernelformer_lab.recipes.papers.base import Recipe, arena_rate, network, pair, several, steps_of
+from kernelformer_lab.recipes.papers.base import (
+    SHORT_LISTOPS,
+    Recipe,
+    arena_rate,
+    brief,
+    network,
+    pair,
+    several,
+    steps_of,
+)
 from kernelformer_lab.training.config import Run
 
 
@@ -96,13 +105,7 @@ ARENA: dict[str, Any] = {
     "save_every": 1000,
 }
 # What the sizes for a CPU share: rates for a short run.
-SHORT: dict[str, Any] = {
-    "schedule": "cosine",
-    "max_grad_norm": 1.0,
-    "save_every": None,
-    "eval_batch_size": 32,
-    "redraw_to_end": False,
-}
+_short = partial(brief, batch_size=16, schedule="cosine", max_grad_norm=1.0, eval_batch_size=32, redraw_to_end=False)
 SMALL = network(2, 2, 64, 128, head_dim=32, dropout=0.0, classifier_size=64)
 
 
@@ -158,23 +161,7 @@ LISTOPS = pair(
         **ARENA,
     ),
     compared=kernels("listops"),
-    cpu={
-        **SHORT,
-        "task_options": {
-            "min_length": 10,
-            "max_length": 128,
-            "max_depth": 6,
-            "max_args": 5,
-            "train_samples": 50_000,
-            "validation_samples": 1000,
-            "test_samples": 1000,
-        },
-        "model": SMALL,
-        "steps": 800,
-        "learning_rate": 2e-3,
-        "warmup_steps": 80,
-        "eval_every": 200,
-    },
+    cpu=_short(800, 2e-3, 200, batch_size=32, task_options=SHORT_LISTOPS, model=SMALL),
     note=(
         *ANY_KERNEL,
         *BASELINES,
@@ -199,16 +186,9 @@ TEXT = pair(
         **ARENA,
     ),
     compared=[x.replace("smoothing=0.5", "smoothing=0.0648") for x in kernels("text")],
-    cpu={
-        **SHORT,
-        "task_options": {"length": 512, "validation_samples": 500, "validation_split": None},
-        "model": SMALL,
-        "steps": 400,
-        "batch_size": 16,
-        "learning_rate": 3e-3,
-        "warmup_steps": 40,
-        "eval_every": 100,
-    },
+    cpu=_short(
+        400, 3e-3, 100, task_options={"length": 512, "validation_samples": 500, "validation_split": None}, model=SMALL
+    ),
     note=(
         *ANY_KERNEL,
         *BASELINES,
@@ -238,16 +218,7 @@ RETRIEVAL = pair(
         **ARENA,
     ),
     compared=kernels("retrieval"),
-    cpu={
-        **SHORT,
-        "task_options": {"length": 256, "pairs": "halves", "validation_samples": 500},
-        "model": SMALL,
-        "steps": 400,
-        "batch_size": 16,
-        "learning_rate": 2e-3,
-        "warmup_steps": 40,
-        "eval_every": 100,
-    },
+    cpu=_short(400, 2e-3, 100, task_options={"length": 256, "pairs": "halves", "validation_samples": 500}, model=SMALL),
     note=(
         *ANY_KERNEL,
         *BASELINES,
@@ -277,16 +248,13 @@ IMAGE = pair(
         **ARENA,
     ),
     compared=kernels("image", dropout=0.2),
-    cpu={
-        **SHORT,
-        "task_options": {"validation_samples": 500},
-        "model": network(1, 2, 64, 128, head_dim=16, dropout=0.0, classifier_size=128),
-        "steps": 300,
-        "batch_size": 16,
-        "learning_rate": 2e-3,
-        "warmup_steps": 30,
-        "eval_every": 100,
-    },
+    cpu=_short(
+        300,
+        2e-3,
+        100,
+        task_options={"validation_samples": 500},
+        model=network(1, 2, 64, 128, head_dim=16, dropout=0.0, classifier_size=128),
+    ),
     note=(
         *ANY_KERNEL,
         *BASELINES,
@@ -320,18 +288,17 @@ SPARSITY = pair(
         save_every=4000,
     ),
     compared=["softmax", *several((KERNELS[0], KERNELS[3]), (64,))],
-    cpu={
-        "task_options": {"length": 48, "train_samples": 16_000, "validation_samples": 2000, "test_samples": 2000},
-        "steps": 800,
-        "batch_size": 32,
-        "learning_rate": 1e-3,
-        "warmup_steps": 40,
-        "eval_every": 100,
-        "eval_batch_size": 100,
-        "save_every": None,
-        "max_grad_norm": 1.0,
-        "redraw_to_end": False,
-    },
+    cpu=brief(
+        800,
+        1e-3,
+        100,
+        task_options={"length": 48, "train_samples": 16_000, "validation_samples": 2000, "test_samples": 2000},
+        batch_size=32,
+        warmup_steps=40,
+        eval_batch_size=100,
+        max_grad_norm=1.0,
+        redraw_to_end=False,
+    ),
     note=(
         *ANY_KERNEL,
         SMOOTHING,
@@ -386,16 +353,13 @@ WIKITEXT = pair(
         **TABLE_8,
     ),
     compared=TRIED,
-    cpu={
-        **SHORT,
-        "task_options": {"length": 128, "vocab_size": 4000, "validation_samples": 128},
-        "model": SHORT_SENTENCES,
-        "steps": 500,
-        "batch_size": 16,
-        "learning_rate": 3e-3,
-        "warmup_steps": 50,
-        "eval_every": 100,
-    },
+    cpu=_short(
+        500,
+        3e-3,
+        100,
+        task_options={"length": 128, "vocab_size": 4000, "validation_samples": 128},
+        model=SHORT_SENTENCES,
+    ),
     note=(
         *ANY_KERNEL,
         SMOOTHING,
@@ -423,16 +387,13 @@ def _fine_tuning(name: str) -> Recipe:
             **TABLE_8,
         ),
         compared=TRIED,
-        cpu={
-            **SHORT,
-            "task_options": {"length": 128, "vocab_size": 4000, "validation_samples": 1000},
-            "model": SHORT_SENTENCES,
-            "steps": 500,
-            "batch_size": 16,
-            "learning_rate": 1e-3,
-            "warmup_steps": 50,
-            "eval_every": 100,
-        },
+        cpu=_short(
+            500,
+            1e-3,
+            100,
+            task_options={"length": 128, "vocab_size": 4000, "validation_samples": 1000},
+            model=SHORT_SENTENCES,
+        ),
         note=(
             *ANY_KERNEL,
             SMOOTHING,

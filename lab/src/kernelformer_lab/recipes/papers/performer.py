@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from kernelformer_lab.recipes.papers.base import CAUSAL, Recipe, network, pair
+from kernelformer_lab.recipes.papers.base import CAUSAL, Recipe, brief, network, pair
 from kernelformer_lab.training.config import Run
 
 RELU, FAVOR = "relu:num_features=256:eps=1e-3", "favor+:num_features=256"
@@ -43,40 +43,34 @@ CUT = (
     "redraws every 100 steps until the rate falls to a quarter, a rate three times as high that decays, gradients up "
     "to norm 1 instead of 0.5, decay 0.01 instead of 0.1, eps 1e-8, no dropout."
 )
-SHORT: dict[str, Any] = {
-    "steps": 300,
-    "batch_size": 8,
-    "learning_rate": 3e-3,
-    "bias_lr": 3e-2,  # at the model's own rate a table would hardly move in so few steps
-    "schedule": "cosine",
-    "warmup_steps": 30,
-    "max_grad_norm": 1.0,
-    "weight_decay": 0.01,
-    "eps": 1e-8,
-    "redraw": 100,
-    "eval_every": 50,
-    "save_every": None,
-}
+SHORT = brief(
+    300,
+    3e-3,
+    50,
+    batch_size=8,
+    bias_lr=3e-2,  # at the model's own rate a table would hardly move in so few steps
+    schedule="cosine",
+    max_grad_norm=1.0,
+    weight_decay=0.01,
+    eps=1e-8,
+    redraw=100,
+)
 SMALL = network(3, 4, 96, 384, dropout=0.0)
 
 
-def _model(sizes: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {**sizes, "dropout": 0.1, "hidden_act": "relu", **more}
+def _full(
+    task: str, attention: str, sizes: dict[str, Any], steps: int, batch_size: int, **options: Any
+) -> partial[Run]:
+    """A run of the paper; ``options`` are those of the task."""
+    model = {**sizes, "dropout": 0.1, "hidden_act": "relu"}
+    own: dict[str, Any] = {"task_options": options, "model": model, "steps": steps, "batch_size": batch_size}
+    return partial(Run, task=task, attention=attention, **own, **DEFAULTS)
 
 
 PROTEINS_UNI = pair(
     "next amino acid of single proteins",
     "Performer, Fig. 6 left and Table 2 (UNI), App. A and C",
-    full=partial(
-        Run,
-        task="proteins",
-        attention=RELU,
-        task_options={"length": 1024},
-        model=_model(PROTEIN),
-        steps=500_000,
-        batch_size=256,
-        **DEFAULTS,
-    ),
+    full=_full("proteins", RELU, PROTEIN, 500_000, 256, length=1024),
     compared=("softmax", RELU, UNPROJECTED, FAVOR, "elu"),
     cpu={**SHORT, "task_options": {"length": 256}, "model": SMALL},
     small=CAUSAL,
@@ -93,16 +87,7 @@ PROTEINS_UNI = pair(
 PROTEINS_BID = pair(
     "hidden amino acids of single proteins",
     "Performer, Fig. 6 right and Table 2 (BID), App. A and C",
-    full=partial(
-        Run,
-        task="proteins-masked",
-        attention=RELU,
-        task_options={"length": 1024},
-        model=_model(PROTEIN),
-        steps=500_000,
-        batch_size=256,
-        **DEFAULTS,
-    ),
+    full=_full("proteins-masked", RELU, PROTEIN, 500_000, 256, length=1024),
     compared=("softmax", RELU, UNPROJECTED, FAVOR, LINFORMER, "elu"),
     cpu={**SHORT, "task_options": {"length": 256}, "model": SMALL},
     note=(
@@ -120,16 +105,7 @@ def _long(about: str, source: str, sizes: dict[str, Any], compared: tuple[str, .
     return pair(
         about,
         source,
-        full=partial(
-            Run,
-            task="proteins",
-            attention=compared[0],
-            task_options={"length": 8192, "concatenate": True},
-            model=_model(sizes),
-            steps=100_000,
-            batch_size=2048,
-            **DEFAULTS,
-        ),
+        full=_full("proteins", compared[0], sizes, 100_000, 2048, length=8192, concatenate=True),
         compared=compared,
         cpu={**SHORT, "task_options": {"length": 1024}, "batch_size": 2, "model": SMALL},
         small=CAUSAL,
@@ -161,16 +137,7 @@ PROTEINS_SMALL = _long(
 PIXELS = pair(
     "next value of 64 x 64 images in colour, 12288 tokens",
     "Performer, Fig. 7 left, App. A and D.2 (ImageNet64)",
-    full=partial(
-        Run,
-        task="pixels",
-        attention=RELU,
-        task_options={"size": 64},
-        model=_model(REGULAR),
-        steps=100_000,
-        batch_size=64,
-        **DEFAULTS,
-    ),
+    full=_full("pixels", RELU, REGULAR, 100_000, 64, size=64),
     compared=(RELU, UNPROJECTED, FAVOR, "favor+regularized:num_features=256"),
     cpu={
         **SHORT,
@@ -191,16 +158,7 @@ PIXELS = pair(
 PG19 = pair(
     "hidden tokens of the books of PG-19",
     "Performer, Fig. 5 right and App. A.1.1",
-    full=partial(
-        Run,
-        task="masked",
-        attention=FAVOR,
-        task_options={"length": 1024, "vocab_size": 32_768},
-        model=_model(REGULAR),
-        steps=100_000,
-        batch_size=256,
-        **DEFAULTS,
-    ),
+    full=_full("masked", FAVOR, REGULAR, 100_000, 256, length=1024, vocab_size=32_768),
     compared=("softmax", FAVOR, "favor+regularized:num_features=256", "trigonometric:num_features=256", LINFORMER),
     cpu={
         **SHORT,
@@ -221,16 +179,7 @@ PG19 = pair(
 LM1B = pair(
     "language model whose first weights are those of a softmax Transformer",
     "Performer, Fig. 5 left (LM1B)",
-    full=partial(
-        Run,
-        task="words",
-        attention=FAVOR,
-        task_options={"length": 512, "vocab_size": 32_768},
-        model=_model(REGULAR),
-        steps=100_000,
-        batch_size=256,
-        **DEFAULTS,
-    ),
+    full=_full("words", FAVOR, REGULAR, 100_000, 256, length=512, vocab_size=32_768),
     compared=("softmax", FAVOR, "trigonometric:num_features=256"),
     cpu={
         **SHORT,
@@ -257,16 +206,7 @@ def _kernels(features: int) -> list[str]:
 KERNELS = pair(
     "next amino acid of single proteins, by eight functions f of generalized attention",
     "Performer, Fig. 16 and 17, App. D.3",
-    full=partial(
-        Run,
-        task="proteins",
-        attention=RELU,
-        task_options={"length": 512},
-        model=_model(REGULAR),
-        steps=100_000,
-        batch_size=512,
-        **DEFAULTS,
-    ),
+    full=_full("proteins", RELU, REGULAR, 100_000, 512, length=512),
     compared=_kernels(256),
     cpu={**SHORT, "attention": "relu:num_features=64", "task_options": {"length": 128}, "model": SMALL},
     small=["softmax", *_kernels(64)],

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from kernelformer_lab.recipes.papers.base import Recipe, network, pair
+from kernelformer_lab.recipes.papers.base import SHORT_LISTOPS, Recipe, brief, network, pair
 from kernelformer_lab.training.config import Run
 
 SOURCE = "Skyformer, Table 1 and Sec. 5"
@@ -28,14 +28,16 @@ ATTENTIONS = (
     LANDMARKS,
 )
 MODEL = network(2, 2, 64, 128, pooling="mean", dropout=0.1, positions="learned")
-SHORT: dict[str, Any] = {
-    "model": {"dropout": 0.0},
-    "schedule": "cosine",
-    "save_every": None,
-    "eval_batch_size": 32,
-    "redraw": 100,
-    "redraw_to_end": False,
-    "select": "last",
+_short = partial(
+    brief, model={"dropout": 0.0}, schedule="cosine", eval_batch_size=32, redraw=100, redraw_to_end=False, select="last"
+)
+# Of the paper's code: batch size, learning rate, steps of warm-up, and from evaluation to evaluation.
+CODE = {
+    "text": (16, 1e-4, 80, 500),
+    "listops": (32, 1e-4, 1000, 500),
+    "retrieval": (16, 2e-4, 800, 1000),
+    "pathfinder": (128, 2e-4, 312, 500),
+    "grey": (256, 1e-4, 175, 50),
 }
 NOTE = (
     "The paper averages three seeds: --seeds 3.",
@@ -58,9 +60,7 @@ SHORTER = (
 )
 
 
-def _arena(
-    about: str, task: str, note: Sequence[str], options: dict[str, Any], cpu: dict[str, Any], **own: Any
-) -> Recipe:
+def _arena(about: str, task: str, note: Sequence[str], options: dict[str, Any], cpu: dict[str, Any]) -> Recipe:
     """A recipe of Sec. 5.
 
     Args:
@@ -69,8 +69,9 @@ def _arena(
         note: what differs in this task, and how the cpu size is made.
         options: of the task.
         cpu: what differs at the size for a CPU.
-        own: batch_size, learning_rate, warmup_steps and eval_every.
     """
+    names = ("batch_size", "learning_rate", "warmup_steps", "eval_every")
+    own: dict[str, Any] = dict(zip(names, CODE[task], strict=True))
     full = partial(
         Run,
         task=task,
@@ -78,6 +79,7 @@ def _arena(
         task_options=options,
         model=MODEL,
         steps=50_000,
+        **own,
         beta1=0.9,
         beta2=0.999,
         eps=1e-6,
@@ -88,9 +90,8 @@ def _arena(
         redraw_to_end=True,
         select="best",
         save_every=1000,
-        **own,
     )
-    return pair(about, SOURCE, full=full, compared=ATTENTIONS, cpu={**SHORT, **cpu}, note=(*NOTE, *note))
+    return pair(about, SOURCE, full=full, compared=ATTENTIONS, cpu=cpu, note=(*NOTE, *note))
 
 
 SKYFORMER: dict[str, Recipe] = {
@@ -103,60 +104,27 @@ SKYFORMER: dict[str, Recipe] = {
             f"cpu: the first 256 bytes, in batches of 32; validation is a share of the training reviews; {SHORTER}",
         ),
         {"data": "hub:stanfordnlp/imdb", "length": 4000, "validation_split": "test"},
-        {
-            "task_options": {"length": 256, "validation_samples": 1000, "validation_split": None},
-            "batch_size": 32,
-            "steps": 500,
-            "learning_rate": 4e-3,
-            "warmup_steps": 50,
-            "eval_every": 100,
-        },
-        batch_size=16,
-        learning_rate=1e-4,
-        warmup_steps=80,
-        eval_every=500,
+        _short(
+            500,
+            4e-3,
+            100,
+            task_options={"length": 256, "validation_samples": 1000, "validation_split": None},
+            batch_size=32,
+        ),
     ),
     "sky-listops": _arena(
         "ListOps of Long Range Arena: nested operators over digits, lengths 500 to 2000",
         "listops",
         (f"cpu: expressions of 11 to 127 tokens, at most 6 deep, with up to 5 arguments; {SHORTER}",),
         {},
-        {
-            "task_options": {
-                "min_length": 10,
-                "max_length": 128,
-                "max_depth": 6,
-                "max_args": 5,
-                "train_samples": 50_000,
-                "validation_samples": 1000,
-                "test_samples": 1000,
-            },
-            "steps": 800,
-            "learning_rate": 2e-3,
-            "warmup_steps": 80,
-            "eval_every": 200,
-        },
-        batch_size=32,
-        learning_rate=1e-4,
-        warmup_steps=1000,
-        eval_every=500,
+        _short(800, 2e-3, 200, task_options=SHORT_LISTOPS),
     ),
     "sky-retrieval": _arena(
         "Retrieval of Long Range Arena: does one paper cite the other? two texts, byte by byte",
         "retrieval",
         (f"cpu: halves of single texts, as of IMDb, of 256 bytes; {SHORTER}",),
         {"length": 4000},
-        {
-            "task_options": {"length": 256, "pairs": "halves", "validation_samples": 500},
-            "steps": 400,
-            "learning_rate": 2e-3,
-            "warmup_steps": 40,
-            "eval_every": 100,
-        },
-        batch_size=16,
-        learning_rate=2e-4,
-        warmup_steps=800,
-        eval_every=1000,
+        _short(400, 2e-3, 100, task_options={"length": 256, "pairs": "halves", "validation_samples": 500}),
     ),
     "sky-pathfinder": _arena(
         "Pathfinder of Long Range Arena: are two marked ends those of one dashed path? 1024 pixels",
@@ -166,8 +134,11 @@ SKYFORMER: dict[str, Recipe] = {
             f"cpu: images of 16 x 16, paths of 4 dashes without distractors, in batches of 32; {SHORTER}",
         ),
         {},
-        {
-            "task_options": {
+        _short(
+            600,
+            2e-3,
+            100,
+            task_options={
                 "size": 16,
                 "dashes": 4,
                 "distractors": 0,
@@ -175,33 +146,14 @@ SKYFORMER: dict[str, Recipe] = {
                 "validation_samples": 1000,
                 "test_samples": 1000,
             },
-            "batch_size": 32,
-            "steps": 600,
-            "learning_rate": 2e-3,
-            "warmup_steps": 60,
-            "eval_every": 100,
-        },
-        batch_size=128,
-        learning_rate=2e-4,
-        warmup_steps=312,
-        eval_every=500,
+            batch_size=32,
+        ),
     ),
     "sky-image": _arena(
         "Image of Long Range Arena: CIFAR-10 as 1024 grey pixels",
         "grey",
         (f"cpu: 300 steps with batches of 8; {SHORTER}",),
         {"data": "hub:uoft-cs/cifar10"},
-        {
-            "task_options": {"validation_samples": 500},
-            "batch_size": 8,
-            "steps": 300,
-            "learning_rate": 2e-3,
-            "warmup_steps": 25,
-            "eval_every": 50,
-        },
-        batch_size=256,
-        learning_rate=1e-4,
-        warmup_steps=175,
-        eval_every=50,
+        _short(300, 2e-3, 50, task_options={"validation_samples": 500}, batch_size=8, warmup_steps=25),
     ),
 }

@@ -13,13 +13,22 @@ from kernelformer.cli.common import (
     console,
     following,
     literal_text,
-    picture_in,
     plain_errors,
     show_json,
+    target,
     use_threads,
 )
 from kernelformer.cli.options import attentions
 from kernelformer.settings import PICKLE, parse_layers
+
+PICTURES = (".png", ".pdf", ".svg", ".jpg")
+
+
+def picture_in(out: Path, name: str) -> Path:
+    """Path of a picture in the folder --out, which is made; raises if --out is itself a picture."""
+    if out.suffix.lower() in PICTURES and not out.is_dir():
+        raise ValueError(f"--out takes a folder, in which the picture is {name}, got the path of a picture: {out}.")
+    return target(out / name)
 
 
 def attention(
@@ -44,7 +53,7 @@ def attention(
     """Draw attention matrices of a model and of its converted copy, side by side (Performer, App. C.4)."""
     use_threads(threads)
     with plain_errors():
-        from kernelformer.conversion import attention_pictures as pictures
+        from kernelformer_lab.analysis import attention_pictures as pictures
 
         file = picture_in(out, "attention.png")
         chosen = _selected("layers", layers), _selected("heads", heads)

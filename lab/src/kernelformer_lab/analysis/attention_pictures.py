@@ -388,7 +388,7 @@ def run(
     if source.model.config.is_encoder_decoder:
         raise ValueError(
             f"{original} is an encoder with a decoder, whose attentions are of different texts; pictures are for "
-            f"models of one text. kernelformer.conversion.attention_pictures.attention_pairs gives the matrices."
+            f"models of one text. kernelformer_lab.analysis.attention_pictures.attention_pairs gives the matrices."
         )
     if source.tokenizer is None:
         raise ValueError(f"{original} has no tokenizer that could read a text.")

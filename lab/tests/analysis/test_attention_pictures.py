@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 transformers = pytest.importorskip("transformers")
 
 from kernelformer.cli.app import app  # noqa: E402
-from kernelformer.conversion import attention_pictures as recipe  # noqa: E402
-from kernelformer.conversion.attention_pictures import (  # noqa: E402
+from kernelformer.hf import convert, cores, save  # noqa: E402
+from kernelformer_lab.analysis import attention_pictures as recipe  # noqa: E402
+from kernelformer_lab.analysis.attention_pictures import (  # noqa: E402
     Pair,
     attention_pairs,
     draw_pairs,
@@ -20,7 +21,6 @@ from kernelformer.conversion.attention_pictures import (  # noqa: E402
     spread,
     total_variation,
 )
-from kernelformer.hf import convert, cores, save  # noqa: E402
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = ["the", "cat", "sat", "$", "中", *"acdefghik"]
