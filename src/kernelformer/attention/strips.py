@@ -19,6 +19,7 @@ gradients from a pass over the queries from the start.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -215,9 +216,18 @@ class Group:
         self.hidden = self.far_hidden = st.hidden(call.key_mask, block, self.first)
         if call.far_mask is not call.key_mask and st.sides:
             self.far_hidden = st.hidden(call.far_mask, block, self.first)
-        self.k, self.v = (
-            self.hide(st.rows(name, x, block, self.first, st.total)) for name, x in (("k", st.k5), ("v", st.v5))
-        )
+        self._rows = partial(st.rows, block=block, first=self.first, blocks=st.total)
+        self._st = st
+
+    @cached_property
+    def k(self) -> Tensor:
+        """The keys of the strips, (k N, C, D)."""
+        return self.hide(self._rows("k", self._st.k5))
+
+    @cached_property
+    def v(self) -> Tensor:
+        """The values of the strips, (k N, C, E)."""
+        return self.hide(self._rows("v", self._st.v5))
 
     def hide(self, x: Tensor) -> Tensor:
         """Zero hidden keys or values, or their gradients, in place."""
@@ -475,12 +485,17 @@ class Pass:
 
     # --- near ---
 
-    def windows(self, name: str, x: Tensor, sinks: Tensor | None) -> Tensor:
-        """Keys or values (k N, C, X) of the strips, sinks first: rows (c N, width, X) in a buffer."""
-        st, width = self.st, x.shape[2]
-        rows = self.work.take(name, st.together, self.N, st.width, width)
-        if st.width > st.count:
-            blocks = x.view(st.total, self.N, st.size, width)
+    def windows(self, group: Group, name: str, sinks: Tensor | None) -> Tensor:
+        """Keys or values of the strips, sinks first: rows (c N, width, X) in a buffer."""
+        st, whole = self.st, self.st.k5 if name == "k" else self.st.v5
+        width = whole.shape[4]
+        rows = self.work.take(f"{name}w", st.together, self.N, st.width, width)
+        if not st.sides and group.hidden is None and st.width > st.count:  # straight from the sequence
+            piece = whole[self.block, :, 0, group.first : group.first + st.total * st.size]
+            strips = piece.unfold(2, st.blocks * st.size, st.size).permute(2, 0, 1, 4, 3)
+            rows.view(st.together, self.count, self.s.G, st.width, width)[..., st.count :, :] = strips
+        elif st.width > st.count:
+            blocks = getattr(group, name).view(st.total, self.N, st.size, width)
             for at in range(st.blocks):
                 first = st.count + at * st.size
                 rows[:, :, first : first + st.size] = blocks[at : at + st.together]
@@ -490,7 +505,7 @@ class Pass:
 
     def _both_windows(self, group: Group) -> tuple[Tensor, Tensor]:
         sinks = (None, None) if self.st.sinks is None else self.st.sinks[:2]
-        return self.windows("kw", group.k, sinks[0]), self.windows("vw", group.v, sinks[1])
+        return self.windows(group, "k", sinks[0]), self.windows(group, "v", sinks[1])
 
     def add_windows(self, target: Tensor, rows: Tensor, sinks: Tensor | None) -> None:
         """Add gradients of `windows` to those of the keys or values (k N, C, X), and of the sinks (B, G, s, X)."""
@@ -879,7 +894,7 @@ class Pass:
             self._add_bias_grads(grads, slope, group.start)
         slope.mul_(self.call.scale)
         dq = torch.bmm(slope, keys, out=work.take("dxq", *group.xq.shape))
-        dk, dv = torch.zeros_like(group.k), torch.zeros_like(group.v)
+        dk, dv = (x.new_zeros(st.total * self.N, st.size, x.shape[2]) for x in (keys, values))
         sinks = grads.sinks or (None, None)
         self.add_windows(dk, torch.bmm(slope.mT, group.xq, out=work.take("dw", *keys.shape)), sinks[0])
         for columns, at in self._far_columns(weights):
