@@ -158,7 +158,7 @@ class KernelCore(AttentionCore):
         """True if keys are repeated for every query head: each has its own bias, or its own slope of it."""
         if call.bias is None:
             return False
-        return not self.has_near or call.bias.slope is not None
+        return not self.has_near or not call.is_causal or call.bias.slope is not None
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: x for name, x in vars(self).items() if name != "_prepared"}
