@@ -163,7 +163,7 @@ class KernelCore(AttentionCore):
         """True if keys are repeated for every query head: each has its own bias, or its own slope of it."""
         if call.bias is None:
             return False
-        return not self.has_near or call.bias.slope is not None
+        return not self.has_near or not call.is_causal or call.bias.slope is not None
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: x for name, x in vars(self).items() if name != "_prepared"}
@@ -355,10 +355,9 @@ class KernelCore(AttentionCore):
 
     def _per_map_head(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Repeat grouped keys and values for each head of the map: a map per query head sees them anew."""
-        repeats = self._key_heads(key) // key.shape[1]
-        if repeats == 1:
-            return key, value
-        return key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+        heads = self._key_heads(key)  # aligned keys have it before their values
+        key, value = (x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
+        return key, value
 
     def _before(self, call: Call) -> Sequence[Tensor]:
         """The tensors of the state before a call; those of no tokens where it has none."""
