@@ -599,6 +599,18 @@ def test_a_compiled_prefill_hands_its_state_on():
         close(torch.compile(split, fullgraph=True, backend="aot_eager")(x), layer(x))
 
 
+@pytest.mark.parametrize("how", [{"algorithm": "direct"}, {"max_distance": 20}], ids=["direct", "windowed"])
+def test_a_row_whose_only_keys_have_factors_below_float_range_is_no_empty_row(how):
+    core = kf.build_attention("nprf", head_dim=4, num_heads=H, num_features=8)
+    q, k, v = inputs(60, D=4, dtype=torch.float32)
+    bias = (torch.arange(-59, 60).clamp(-20, 20) * -6.0).repeat(H, 1)  # exp(-120) of the largest factor at distance 0
+    got = core(q, k, v, is_causal=True, bias=bias, **how)
+    want = attend(
+        "nprf", core.double(), q.double(), k.double(), v.double(), is_causal=True, bias=matrix(bias, 60, 60).double()
+    )
+    close(got.double(), want, 1e-5)
+
+
 def test_a_bias_that_hides_keys_is_not_safe_for_transforms():
     core = kf.build_attention("nprf", head_dim=8, num_heads=H, num_features=8)
     q, k, _ = inputs(20, dtype=torch.float32)

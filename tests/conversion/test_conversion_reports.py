@@ -15,38 +15,25 @@ transformers = pytest.importorskip("transformers")
 
 from kernelformer.cli.app import app  # noqa: E402
 from kernelformer.conversion import convert as converting  # noqa: E402
-from kernelformer.conversion import report as conversion_report  # noqa: E402
 from kernelformer.conversion.measure import measure  # noqa: E402
 from kernelformer.conversion.settings import ConvertSettings as Setting  # noqa: E402
 from kernelformer.conversion.texts import TextRows, TextsUsed  # noqa: E402
 from kernelformer.hf import convert, load  # noqa: E402
 from kernelformer.hf.load import load_source  # noqa: E402
-from tiny_models import inputs, padded, tiny, tokens  # noqa: E402
+from tiny_models import inputs, padded, save_tiny, tiny, tokens  # noqa: E402
 
 WORDS = [f"word{i}" for i in range(30)]
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
 
 
-@pytest.fixture(autouse=True)
-def _no_pictures(monkeypatch):
-    monkeypatch.setattr(conversion_report, "picture", lambda found, path: None)  # drawing takes longer than all else
-
-
-def folder(path, kind):
-    """A tiny model with a tokenizer that reads words."""
-    transformers.BertTokenizer(vocab={x: i for i, x in enumerate(VOCABULARY)}).save_pretrained(path)
-    tiny(kind, torch.float32).save_pretrained(path)
-    return path
+@pytest.fixture(scope="module")
+def decoder(tiny_folder):
+    return tiny_folder("LlamaForCausalLM")
 
 
 @pytest.fixture(scope="module")
-def decoder(tmp_path_factory):
-    return folder(tmp_path_factory.mktemp("model") / "decoder", "LlamaForCausalLM")
-
-
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory):
-    return folder(tmp_path_factory.mktemp("model") / "encoder", "BertModel")
+def encoder(tiny_folder):
+    return tiny_folder("BertModel")
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +190,7 @@ def sentence_files(path, modules=("", "1_Pooling", "2_Normalize")):
 
 
 def test_files_of_sentence_transformers_come_along(tmp_path):
-    source, target = folder(tmp_path / "s", "BertModel"), tmp_path / "t"
+    source, target = save_tiny(tmp_path / "s", "BertModel"), tmp_path / "t"
     sentence_files(source)
     (source / "1_Pooling" / "pytorch_model.bin").write_bytes(b"pickled")
     (tmp_path / "secret").write_text("secret")
@@ -223,7 +210,7 @@ def test_files_of_sentence_transformers_come_along(tmp_path):
 
 @pytest.mark.parametrize("name", ["../s", "/tmp", "..", "a/b", 3])
 def test_modules_that_lie_elsewhere_are_named_and_not_copied(name, tmp_path):
-    source = folder(tmp_path / "s", "BertModel")
+    source = save_tiny(tmp_path / "s", "BertModel")
     sentence_files(source, ("", name))
     found = converting.run(source, tmp_path / "t", Setting(features=4, samples=1))
     assert f"modules.json names {name!r}, which is not the name of a folder" in found.remarks[-1]
@@ -236,7 +223,7 @@ def test_files_of_sentence_transformers_come_along_from_the_hub(tmp_path, monkey
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("0123")
     blobs.mkdir()
-    sentence_files(folder(snapshot, "BertModel"))
+    sentence_files(save_tiny(snapshot, "BertModel"))
     for number, file in enumerate(x for x in list(snapshot.rglob("*")) if x.is_file()):
         file.rename(blobs / str(number))
         file.symlink_to(blobs / str(number))

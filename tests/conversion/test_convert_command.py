@@ -37,17 +37,6 @@ def text(tmp_path_factory):
     return write_sentences(tmp_path_factory.mktemp("text") / "some.jsonl", range(5, 25))
 
 
-@pytest.fixture
-def pictures():
-    """For tests that look at the picture: the others go without, as drawing takes longer than all the rest."""
-
-
-@pytest.fixture(autouse=True)
-def _quick(request, monkeypatch):
-    if "pictures" not in request.fixturenames:
-        monkeypatch.setattr(conversion_report, "picture", lambda found, path: None)
-
-
 def bare(folder, weights="safetensors", tokenizer=False, **options):
     """A folder with a configuration and weights as another program may have left them."""
     folder.mkdir(parents=True)

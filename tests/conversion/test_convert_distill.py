@@ -12,7 +12,6 @@ import transformers
 
 from kernelformer.conversion import convert as converting
 from kernelformer.conversion import distill as convert_distill
-from kernelformer.conversion import report as conversion_report
 from kernelformer.conversion import tune as progress
 from kernelformer.conversion.measure import Report
 from kernelformer.conversion.settings import ConvertSettings as Setting
@@ -29,11 +28,6 @@ def model(tiny_folder):
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     return write_sentences(tmp_path_factory.mktemp("text") / "some.jsonl", [20] * 60)
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr(conversion_report, "picture", lambda found, path: None)
 
 
 def settings(learned, **options):

@@ -17,7 +17,6 @@ from kernelformer.cli.common import part_done  # noqa: E402
 from kernelformer.conversion import convert as converting  # noqa: E402
 from kernelformer.conversion import judge as judge_pipeline  # noqa: E402
 from kernelformer.conversion import keep as convert_keep  # noqa: E402
-from kernelformer.conversion import report as conversion_report  # noqa: E402
 from kernelformer.conversion.judge import (  # noqa: E402
     CONVERTED,
     KERNEL,
@@ -44,11 +43,6 @@ from kernelformer.errors import StoppedError  # noqa: E402
 from kernelformer.hf import convert, load  # noqa: E402
 from kernelformer.page import put_section  # noqa: E402
 from tiny_models import SPECIAL, save_tiny, tiny, tokens, word_tokenizer  # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def _no_pictures(monkeypatch):
-    monkeypatch.setattr(conversion_report, "picture", lambda result, path: None)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from kernelformer.feature_maps import FeatureMap
 from kernelformer.modules import METHODS, KernelCore
 from kernelformer.modules.spec import applicable_options, maps_by_head
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "methods.md"
 FACTS = ("causal", "streaming", "bias", "window", "cross")
 
 
@@ -38,28 +36,6 @@ def attend(fact, core, is_causal):
         more = {"max_distance": 2} if core.has_near else {}
         return core(*qkv(), bias=torch.zeros(2, 11), is_causal=is_causal, **more)
     return core(*qkv(4, 6)) if fact == "cross" else core(*qkv(), is_causal=is_causal)
-
-
-def methods_table():
-    head = ("name", "paper, equation", "phi", "cost", "causal", "decoding", "bias", "window")
-    rows = [head, tuple("---" for _ in head), *(table_row(name, method) for name, method in METHODS.items())]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def table_row(name, method):
-    paper = "this library"
-    if method.paper is not None:
-        paper = f"[{method.paper.name}]({method.paper.url})" + (f", {method.equation}" if method.equation else "")
-    causal = table_cell(method.causal) if method.cross else "only"
-    decoding = "keeps all keys" if method.quadratic else table_cell(method.causal)
-    facts = [table_cell(x) for x in (method.bias, method.window)]
-    return f"`{name}`", paper, method.phi, method.cost, causal, decoding, *facts
-
-
-def table_cell(fact):
-    if isinstance(fact, bool):
-        return "yes" if fact else "no"
-    return ", ".join(f'`{name}="{value}"`' for name, value in fact.items())
 
 
 @pytest.mark.parametrize("fact", FACTS)
@@ -158,9 +134,3 @@ def test_every_method_is_in_the_conformance_suite():
     # Those that have no name are maps by their formula alone.
     named = {method for method, _ in VARIANTS.values() if isinstance(method, str)}
     assert named == METHODS.keys()
-
-
-def test_the_table_of_the_documentation_is_the_one_that_the_records_give():
-    _, sign, rest = PAGE.read_text().partition("<!-- methods -->\n")
-    assert sign, "methods.md has no <!-- methods -->, after which the table stands"
-    assert rest.partition("\n<!-- /methods -->")[0] == methods_table()

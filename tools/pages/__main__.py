@@ -8,7 +8,7 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])  # this folder is the package `pages`
-    from pages import choice, conversion, scale, speed, studies, training  # noqa: F401  # each adds its tables
+    from pages import choice, conversion, methods, scale, speed, studies, training  # noqa: F401  # each adds tables
     from pages.pictures import write_pictures
     from pages.records import write_tables
 

@@ -16,7 +16,7 @@ import pytest
 from kernelformer.settings import split_names
 from kernelformer_lab.evidence.ledger import OUTSIDE
 from kernelformer_lab.reports.results import read_results, results_page
-from pages import choice, conversion, scale, speed, studies, training  # noqa: F401  # each adds its tables
+from pages import choice, conversion, methods, scale, speed, studies, training  # noqa: F401  # each adds tables
 from pages.records import (
     ABSENT,
     BEGIN,

@@ -397,7 +397,7 @@ def _whole_segment(rows: Rows, span: Span, high: int, query: Tensor, *keys: Any)
 
 def _sees_whole(rows: Rows, span: Span, high: int) -> Tensor:
     mask = rows.call.key_mask
-    return _sees_some(rows.bias.factor(span, (0, high)) > 0, None if mask is None else ~mask[:, :high])
+    return _sees_some(rows.bias.log(span, (0, high)) > -torch.inf, None if mask is None else ~mask[:, :high])
 
 
 def _sees_some(tile: Tensor, hidden: Tensor | None) -> Tensor:
@@ -440,7 +440,7 @@ def _windowed(rows: Rows) -> Parts:
         function = partial(_window_segment, rows, left, size)
         part, far, kept = recomputed(function, queries[s], kept, tile, *around, learned=learned)
         known = [far, rights[s]] if rights else [far]
-        parts.append(rows.finish([part, *known], partial(_sees_near, rows, tile, around, known)))
+        parts.append(rows.finish([part, *known], partial(_sees_near, rows, left, size, around, known)))
     return parts, [(s * size, min((s + 1) * size, layout.L)) for s in range(count)]
 
 
@@ -511,8 +511,10 @@ def _hidden(around: Sequence[Any]) -> Tensor | None:
     return torch.cat([y if x is None else x for x, y in zip(around[2::3], shown, strict=True)], 1)
 
 
-def _sees_near(rows: Rows, tile: Tensor, around: Sequence[Any], far: Sequence[RowSums]) -> Tensor:
-    seen = _sees_some(tile > 0, _hidden(around))[:, :, : far[0].sums.shape[1]]
+def _sees_near(rows: Rows, left: int, size: int, around: Sequence[Any], far: Sequence[RowSums]) -> Tensor:
+    # By the bias, not by its factors, which underflow where entries differ by much.
+    tile = rows.bias.band(size, left * size, sum(x.shape[2] for x in around[::3]), True)
+    seen = _sees_some(tile > -torch.inf, _hidden(around))[:, :, : far[0].sums.shape[1]]
     for part in far:
         seen = seen | (part.sums[..., -1] > 0).flatten(1).unflatten(0, (-1, rows.heads))
     return seen

@@ -422,9 +422,16 @@ class Banded:
         shown = (place >= 0) & (place < self.call.layout.S)
         shown = shown.expand(self.rows, -1) if s.keys.hidden is None else shown & ~s.keys.hidden[:, at]
         real = shown.to(s.left)  # (N, band C)
-        pairs = (self.factors > 0).to(real).permute(1, 2, 0, 3).flatten(2)  # (H, C, band C)
-        near = (pairs @ real.view(self.block.count, -1, real.shape[1], 1)).flatten(0, 1)
-        return (near > 0) | (s.far_ks[i] > 0).any(1, keepdim=True)
+        # By the bias, not by its factors, which underflow where entries differ by much.
+        shown_by = self.call.bias.logs > -torch.inf
+        pairs = shown_by[:, self._distances()].to(real).permute(0, 2, 1, 3).flatten(2)  # (H, C, band C)
+        seen = (pairs @ real.view(self.block.count, -1, real.shape[1], 1)).flatten(0, 1) > 0
+        sides = ((s.before[1], s.ks[:i]), (s.after[1], s.ks[i + self.band :]))
+        for (sums, blocks), entry, tail in zip(sides, self.entries, self.tails, strict=True):
+            if tail is not None:
+                some = (sums + blocks.sum(0) > 0).any(1, keepdim=True)
+                seen = seen | (some & shown_by[:, entry].repeat(self.block.count).view(-1, 1, 1))
+        return seen
 
 
 def by_blocks(x: Tensor, axis: int) -> Tensor:

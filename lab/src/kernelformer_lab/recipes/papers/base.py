@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,13 +25,14 @@ ANYWHERE = (
 BIASED = f"nprf:num_features={FEATURES}:relative=1d:max_distance=64"  # clipped, so that its cost is linear
 GRID = f"nprf:num_features={FEATURES}:relative=2d"
 CAUSAL = (*ANYWHERE, BIASED)
-BIDIRECTIONAL = (
-    *ANYWHERE,
-    f"skyformer:num_landmarks={FEATURES}",
-    f"nystromformer:num_landmarks={FEATURES}",
-    BIASED,
-)
+BIDIRECTIONAL = (*ANYWHERE, f"skyformer:num_landmarks={FEATURES}", f"nystromformer:num_landmarks={FEATURES}", BIASED)
 IMAGES = (*BIDIRECTIONAL[:-1], GRID)
+# Options of tasks, in the size for a CPU.
+SHORT_TEXTS = {"length": 128, "vocab_size": 4000, "validation_samples": 128}
+SHORT_SENTENCES = {"length": 128, "vocab_size": 4000, "validation_samples": 1000}
+SHORT_WORDS = {"length": 256, "vocab_size": 4000, "validation_samples": 64}
+SHORT_PAIRS = {"length": 256, "pairs": "halves", "validation_samples": 500}
+SMALL_IMAGES = {"size": 16, "resize": True, "validation_samples": 64}
 SHORT_LISTOPS = {
     "min_length": 10,
     "max_length": 128,
@@ -52,7 +53,7 @@ class Recipe:
         source: the paper and the table that it follows, or why it is as it is.
         sizes: "cpu", some minutes on a CPU, and where it follows a paper "full", as printed there; `run` makes the run,
             which checks its settings and needs torch for it. The attention of a run is the default of `train`.
-        compared: what `compare` compares by default, by size.
+        compared: what `compare` compares by default, by size; of a size that is not there softmax and the run's own.
         note: a line for each way in which the sizes differ from the paper, and for what of its setting cannot be said;
             one that begins with the name of a size and a colon is about that size alone.
     """
@@ -60,7 +61,7 @@ class Recipe:
     about: str
     source: str
     sizes: Mapping[str, partial[Run]]
-    compared: Mapping[str, Sequence[str]]
+    compared: Mapping[str, Sequence[str]] = field(default_factory=dict)
     note: str = ""
 
     def run(self, size: str = CPU) -> Run:
@@ -79,7 +80,7 @@ class Recipe:
 
     def attentions(self, size: str = CPU) -> Sequence[str]:
         """Attentions that `compare` compares by default, in a size."""
-        return self.compared[choice("size of this recipe,", size, self.sizes)]
+        return self.compared.get(size) or ("softmax", str(self.run(size).attention))
 
 
 def arena_rate(base: float, warmup: int, steps: int) -> dict[str, Any]:
