@@ -30,22 +30,17 @@ from kernelformer.attention.blocks import (
 )
 from kernelformer.attention.engine import Chunks
 from kernelformer.attention.families import engine_class, make_engine
+from kernelformer.attention.operator import Operator
 from kernelformer.contract import Workspace, compute_dtype, lookup, no_tangents
 
+INPUTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? key_mask, Tensor[] tensors, Tensor[] state, str spec, "
+    "float scale, bool normalize, bool keep"
+)
 
-@torch.library.custom_op("kernelformer::causal_attention", mutates_args=())
-def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_mask: Tensor | None,
-    tensors: list[Tensor],
-    state: list[Tensor],
-    spec: str,
-    scale: float,
-    normalize: bool,
-    keep: bool,
-) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+
+def _forward(*arguments: Any) -> tuple[Any, ...]:
+    query, key, value, key_mask, tensors, state, spec, scale, normalize, keep = arguments
     known = lookup(spec)
     s = Shapes.of(query, key, value, known.feature_dim(tensors, query.shape[-1]))
     dtype = compute_dtype(query.dtype)
@@ -83,19 +78,8 @@ def _forward(
     return out, row_scales, end_state, kept
 
 
-@_forward.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_mask: Tensor | None,
-    tensors: list[Tensor],
-    state: list[Tensor],
-    spec: str,
-    scale: float,
-    normalize: bool,
-    keep: bool,
-) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+def _fake(*arguments: Any) -> tuple[Any, ...]:
+    query, key, value, _, tensors, state, spec, _, _, keep = arguments
     s = Shapes.of(query, key, value, lookup(spec).feature_dim(tensors, query.shape[-1]))
     groups = s.groups(s.samples()) if keep else 0
     return (
@@ -106,25 +90,9 @@ def _(
     )
 
 
-@torch.library.custom_op("kernelformer::causal_attention_backward", mutates_args=())
-def _backward(
-    grad: Tensor,
-    state_grads: list[Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_mask: Tensor | None,
-    tensors: list[Tensor],
-    out: Tensor,
-    row_scales: Tensor,
-    state: list[Tensor],
-    end_state: list[Tensor],
-    kept: list[Tensor],
-    spec: str,
-    scale: float,
-    normalize: bool,
-    learn: bool,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
+def _backward(*arguments: Any) -> tuple[Any, ...]:
+    grad, state_grads, out, row_scales, end_state, kept, query, key, value, key_mask, *rest = arguments
+    tensors, state, spec, scale, normalize, _, learn = rest
     known = lookup(spec)
     s = Shapes.of(query, key, value, known.feature_dim(tensors, query.shape[-1]))
     dtype = compute_dtype(query.dtype)
@@ -169,57 +137,19 @@ def _backward(
             whole[block] = part.view(whole[block].shape)
         if learn:
             gather_grads(totals, tensor_grads(), block, count, s.G)
-    return dq, dk, dv, start_grads, totals
+    return dq, dk, dv, totals, start_grads
 
 
-@_backward.register_fake
-def _(
-    grad: Tensor,
-    state_grads: list[Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_mask: Tensor | None,
-    tensors: list[Tensor],
-    out: Tensor,
-    row_scales: Tensor,
-    state: list[Tensor],
-    end_state: list[Tensor],
-    kept: list[Tensor],
-    spec: str,
-    scale: float,
-    normalize: bool,
-    learn: bool,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
-    dq, dk, dv = (empty_rows(x, x.shape[-1]) for x in (query, key, value))
-    tensor_grads = [torch.empty_like(x) for x in tensors] if learn else []
-    return dq, dk, dv, [torch.empty_like(x) for x in state], tensor_grads
-
-
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    query, key, value, key_mask, tensors, state, ctx.spec, ctx.scale, ctx.normalize, _ = inputs
-    out, row_scales, end_state, kept = output
-    ctx.set_materialize_grads(False)
-    ctx.counts = (len(tensors), len(state))
-    ctx.learn = any(x.requires_grad for x in tensors)
-    ctx.save_for_backward(query, key, value, key_mask, out, row_scales, *tensors, *state, *end_state, *kept)
-
-
-def _grad(ctx: Any, grad: Tensor | None, _: Any, state_grads: list[Tensor | None], __: Any) -> tuple[Any, ...]:
-    query, key, value, key_mask, out, row_scales, *rest = ctx.saved_tensors
-    count, n = ctx.counts
-    tensors, rest = rest[:count], rest[count:]
-    state, end_state, kept = rest[:n], rest[n : 2 * n], rest[2 * n :]
-    dq, dk, dv, start_grads, totals = _backward(
-        torch.zeros_like(out) if grad is None else grad,
-        [torch.zeros_like(x) if g is None else g for g, x in zip(state_grads, end_state, strict=True)],
-        query, key, value, key_mask, tensors, out, row_scales, state, end_state, kept,
-        ctx.spec, ctx.scale, ctx.normalize, ctx.learn,
-    )  # fmt: skip
-    return dq, dk, dv, None, totals if ctx.learn else [None] * count, start_grads, None, None, None, None
-
-
-_forward.register_autograd(_grad, setup_context=_save)
+OPERATOR = Operator(
+    "causal_attention",
+    inputs=INPUTS,
+    outputs="Tensor out, Tensor row_scales, Tensor[] end_state, Tensor[] kept",
+    forward=_forward,
+    fake=_fake,
+    backward=_backward,
+    learned="query, key, value, tensors, state",
+    given="out, end_state",
+)
 
 
 def causal_attention(
@@ -253,5 +183,5 @@ def causal_attention(
     no_tangents(query=query, key=key, value=value, a_parameter_of_the_feature_map=tensors, state=state)
     inputs = (query, key, value, *tensors, *state)
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    out, _, end, _ = _forward(query, key, value, key_mask, list(tensors), list(state), spec, scale, normalize, keep)
+    out, _, end, _ = OPERATOR(query, key, value, key_mask, list(tensors), list(state), spec, scale, normalize, keep)
     return out, end

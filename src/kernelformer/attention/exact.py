@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernelformer.attention.blocks import BUFFER, grouped, spans
+from kernelformer.attention.operator import Operator
 from kernelformer.contract import compute_dtype, no_tangents
 
 TILE = 512
@@ -57,7 +58,6 @@ class _Tiles:
         return min(keys, q_end) if self.is_causal else keys
 
 
-@torch.library.custom_op("kernelformer::gaussian_attention", mutates_args=())
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, scale: float, is_causal: bool
 ) -> Tensor:
@@ -76,12 +76,10 @@ def _forward(
     return out
 
 
-@_forward.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, scale: float, is_causal: bool) -> Tensor:
+def _fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
     return query.new_empty(*query.shape[:3], value.shape[-1])
 
 
-@torch.library.custom_op("kernelformer::gaussian_attention_backward", mutates_args=())
 def _backward(
     grad: Tensor,
     query: Tensor,
@@ -115,30 +113,21 @@ def _backward(
     return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
 
 
-@_backward.register_fake
-def _(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_mask: Tensor | None,
-    scale: float,
-    is_causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
-    return dq, dk, dv
+def _fake_backward(grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3])
 
 
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    query, key, value, key_mask, ctx.scale, ctx.is_causal = inputs
-    ctx.save_for_backward(query, key, value, key_mask)
-
-
-def _grad(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return *_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.is_causal), None, None, None
-
-
-_forward.register_autograd(_grad, setup_context=_save)
+OPERATOR = Operator(
+    "gaussian_attention",
+    inputs="Tensor query, Tensor key, Tensor value, Tensor? key_mask, float scale, bool is_causal",
+    outputs="Tensor out",
+    forward=_forward,
+    fake=_fake,
+    backward=_backward,
+    learned="query, key, value",
+    kept="",
+    fake_backward=_fake_backward,
+)
 
 
 def gaussian_attention(
@@ -155,5 +144,5 @@ def gaussian_attention(
     Cost: O(L S (D + E)) time, O(TILE^2 H) memory beyond inputs and outputs.
     """
     no_tangents(query=query, key=key, value=value)
-    out: Tensor = _forward(query, key, value, key_mask, scale, is_causal)
+    out: Tensor = OPERATOR(query, key, value, key_mask, scale, is_causal)
     return out

@@ -1,10 +1,10 @@
-"""The two halves of linear attention as operators of their own, for keys that lie elsewhere than the queries.
+"""Linear attention: the sums of the keys, and queries that read them; together, or for keys that lie elsewhere.
 
     state = sum_j phi(k_j) (v_j, 1)          out_i = phi(q_i) . state
 
 `key_sums` gives the state of some keys, as `engine` keeps it; `merge_sums` puts the states of several parts of the keys
-together; `read_sums` answers queries. Gradients flow through all of them. One after the other they are
-`linear_attention`; a state may also be where `causal_attention` or near/far attention goes on from.
+together; `read_sums` answers queries; `linear_attention` is one after the other. Gradients flow through all of them.
+A state may also be where `causal_attention` or near/far attention goes on from.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from kernelformer.attention.blocks import (
 from kernelformer.attention.engine import Engine
 from kernelformer.attention.fading import fading
 from kernelformer.attention.families import engine_class, make_engine
+from kernelformer.attention.operator import Operator
 from kernelformer.attention.positive import EMPTY
 from kernelformer.contract import Workspace, compute_dtype, lookup, no_tangents
 
@@ -150,176 +151,6 @@ class QueryPass:
             put_rows(dq[self.block, :, :, at], engine.read_backward(state, grads, x, g, y))
 
 
-def _keeps(s: Shapes) -> bool:
-    """Whether the states are worth keeping for the backward pass."""
-    return s.S >= s.M
-
-
-@torch.library.custom_op("kernelformer::linear_attention", mutates_args=())
-def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_mask: Tensor | None,
-    tensors: list[Tensor],
-    spec: str,
-    scale: float,
-    normalize: bool,
-) -> tuple[Tensor, list[Tensor]]:
-    known = lookup(spec)
-    s = Shapes.of(query, key, value, known.feature_dim(tensors, query.shape[-1]))
-    dtype = compute_dtype(query.dtype)
-    work = Workspace(dtype, query.device)
-    out = empty_rows(query, s.E)
-    like = query.new_empty(0, dtype=dtype)
-    kept = [like.new_empty(s.B, s.G, *x) for x in engine_class(known).state_shapes(s.M, s.E)] if _keeps(s) else []
-    q5, k5, v5, out5 = grouped(query, s.G), grouped(key, s.G), grouped(value, s.G), grouped(out, s.G)
-    for first, last in spans(s.B, s.samples()):
-        block, count = slice(first, last), last - first
-        engine, _ = make_engine(known, spread(tensors, block, count, s.G), scale, normalize, False, work)
-        rows = KeyPass(s, k5, v5, key_mask, block, work).sums(engine)
-        QueryPass(s, q5, block, work).read(engine, rows, out5)
-        for whole, part in zip(kept, rows, strict=False):
-            whole[block] = part.view(whole[block].shape)
-    return out, kept
-
-
-@_forward.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_mask: Tensor | None,
-    tensors: list[Tensor],
-    spec: str,
-    scale: float,
-    normalize: bool,
-) -> tuple[Tensor, list[Tensor]]:
-    known = lookup(spec)
-    s = Shapes.of(query, key, value, known.feature_dim(tensors, query.shape[-1]))
-    shapes = engine_class(known).state_shapes(s.M, s.E) if _keeps(s) else []
-    kept = [query.new_empty(s.B, s.G, *x, dtype=compute_dtype(query.dtype)) for x in shapes]
-    return empty_rows(query, s.E), kept
-
-
-@torch.library.custom_op("kernelformer::linear_attention_backward", mutates_args=())
-def _backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_mask: Tensor | None,
-    tensors: list[Tensor],
-    out: Tensor,
-    state: list[Tensor],
-    spec: str,
-    scale: float,
-    normalize: bool,
-    learn: bool,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    known = lookup(spec)
-    s = Shapes.of(query, key, value, known.feature_dim(tensors, query.shape[-1]))
-    dtype = compute_dtype(query.dtype)
-    work = Workspace(dtype, query.device)
-    dq, dk, dv = (empty_rows(x, x.shape[-1]) for x in (query, key, value))
-    totals = [torch.zeros_like(x) for x in tensors] if learn else []
-    q5, k5, v5, g5, out5 = (grouped(x, s.G) for x in (query, key, value, grad, out))
-    dq5, dk5, dv5 = (grouped(x, s.G) for x in (dq, dk, dv))
-    for first, last in spans(s.B, s.samples()):
-        block, count = slice(first, last), last - first
-        engine, tensor_grads = make_engine(known, spread(tensors, block, count, s.G), scale, normalize, learn, work)
-        keys = KeyPass(s, k5, v5, key_mask, block, work)
-        rows = [x[block].flatten(0, 1) for x in state] if state else keys.sums(engine)
-        grads = engine.zero_grads(rows)
-        QueryPass(s, q5, block, work).backward(engine, rows, grads, (g5, out5), dq5)
-        keys.backward(engine, rows, grads, dk5, dv5)
-        if learn:
-            gather_grads(totals, tensor_grads(), block, count, s.G)
-    return dq, dk, dv, totals
-
-
-@_backward.register_fake
-def _(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_mask: Tensor | None,
-    tensors: list[Tensor],
-    out: Tensor,
-    state: list[Tensor],
-    spec: str,
-    scale: float,
-    normalize: bool,
-    learn: bool,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    dq, dk, dv = (empty_rows(x, x.shape[-1]) for x in (query, key, value))
-    return dq, dk, dv, [torch.empty_like(x) for x in tensors] if learn else []
-
-
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    query, key, value, key_mask, tensors, ctx.spec, ctx.scale, ctx.normalize = inputs
-    out, state = output
-    ctx.set_materialize_grads(False)
-    ctx.counts = (len(tensors), len(state))
-    ctx.learn = any(x.requires_grad for x in tensors)
-    ctx.save_for_backward(query, key, value, key_mask, out, *tensors, *state)
-
-
-def _grad(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
-    if grad is None:
-        return (None,) * 4 + ([None] * ctx.counts[0],) + (None,) * 3
-    query, key, value, key_mask, out, *rest = ctx.saved_tensors
-    tensors, state = rest[: ctx.counts[0]], rest[ctx.counts[0] :]
-    dq, dk, dv, totals = _backward(
-        grad, query, key, value, key_mask, tensors, out, state, ctx.spec, ctx.scale, ctx.normalize, ctx.learn
-    )
-    return dq, dk, dv, None, totals if ctx.learn else [None] * ctx.counts[0], None, None, None
-
-
-_forward.register_autograd(_grad, setup_context=_save)
-
-
-def linear_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    spec: str,
-    tensors: Sequence[Tensor],
-    scale: float,
-    key_mask: Tensor | None = None,
-    normalize: bool = True,
-) -> Tensor:
-    """Attend to all keys.
-
-    Args:
-        query: (B, H, L, D).
-        key: (B, G, S, D), G divides H.
-        value: (B, G, S, E).
-        spec: of the map, as `contract.intern_formula` names it.
-        tensors: of the map, (B or 1, G or 1, ...) in the dtype of the arithmetic.
-        scale: the map sees ``sqrt(scale) x``.
-        key_mask: (B, S) bool, True = attend.
-        normalize: divide by the sum of the weights.
-
-    Returns:
-        (B, H, L, E) in the dtype of the query; rows without a visible key are zero.
-    """
-    no_tangents(query=query, key=key, value=value, a_parameter_of_the_feature_map=tensors)
-    out: Tensor = _forward(query, key, value, key_mask, list(tensors), spec, scale, normalize)[0]
-    return out
-
-
-KEYS = "Tensor key, Tensor value, Tensor? key_mask, Tensor[] tensors, Tensor? slope"
-KEY_SETTINGS = "str spec, float scale, bool normalize, bool parts, bool mirror"
-SUMS = f"({KEYS}, {KEY_SETTINGS}) -> Tensor[]"
-SUMS_BACKWARD = f"(Tensor[] grads, Tensor[] state, {KEYS}, {KEY_SETTINGS}, bool learn) -> (Tensor, Tensor, Tensor[])"
-QUERIES = "Tensor query, Tensor[] tensors, Tensor[] state, str spec, float scale, bool normalize"
-READ = f"({QUERIES}) -> Tensor"
-READ_BACKWARD = f"(Tensor grad, Tensor out, {QUERIES}, bool learn) -> (Tensor, Tensor[], Tensor[])"
-
-
 class _Keys:
     """The arguments of `key_sums` with what its blocks share."""
 
@@ -354,7 +185,6 @@ class _Keys:
         ]
 
 
-@torch.library.custom_op("kernelformer::key_sums", mutates_args=(), schema=SUMS)
 def _sums(*arguments: Any) -> list[Tensor]:
     call = _Keys(arguments)
     state = call.room()
@@ -368,12 +198,6 @@ def _put(state: Sequence[Tensor], rows: Sequence[Tensor], block: slice) -> None:
         whole[block] = part.view(whole[block].shape)
 
 
-@_sums.register_fake
-def _(*arguments: Any) -> list[Tensor]:
-    return _Keys(arguments).room()
-
-
-@torch.library.custom_op("kernelformer::key_sums_backward", mutates_args=(), schema=SUMS_BACKWARD)
 def _sums_backward(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     grads, state, *rest, learn = arguments
     call = _Keys(rest)
@@ -390,33 +214,16 @@ def _sums_backward(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     return dk, dv, totals
 
 
-@_sums_backward.register_fake
-def _(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
-    _, _, *rest, learn = arguments
-    dk, dv = (empty_rows(x, x.shape[-1]) for x in rest[:2])
-    return dk, dv, [torch.empty_like(x) for x in rest[3]] if learn else []
-
-
-def _save_sums(ctx: Any, inputs: Any, output: Any) -> None:
-    key, value, key_mask, tensors, slope, *ctx.call_settings = inputs
-    ctx.set_materialize_grads(False)
-    ctx.counts = (len(tensors), len(output))
-    ctx.learn = any(x.requires_grad for x in tensors)
-    ctx.save_for_backward(key, value, key_mask, slope, *tensors, *output)
-
-
-def _grad_sums(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    key, value, key_mask, slope, *rest = ctx.saved_tensors
-    count = ctx.counts[0]
-    tensors, state = rest[:count], rest[count:]
-    given = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, state, strict=True)]
-    dk, dv, totals = _sums_backward(
-        given, state, key, value, key_mask, tensors, slope, *ctx.call_settings, ctx.learn
-    )  # fmt: skip
-    return dk, dv, None, totals if ctx.learn else [None] * count, None, *[None] * len(ctx.call_settings)
-
-
-_sums.register_autograd(_grad_sums, setup_context=_save_sums)
+SUMS = Operator(
+    "key_sums",
+    inputs="Tensor key, Tensor value, Tensor? key_mask, Tensor[] tensors, Tensor? slope, str spec, float scale, "
+    "bool normalize, bool parts, bool mirror",
+    outputs="Tensor[] state",
+    forward=_sums,
+    fake=lambda *arguments: _Keys(arguments).room(),
+    backward=_sums_backward,
+    learned="key, value, tensors",
+)
 
 
 class _Queries:
@@ -444,7 +251,6 @@ class _Queries:
         return [x[block].flatten(0, 1) for x in self.state]
 
 
-@torch.library.custom_op("kernelformer::read_sums", mutates_args=(), schema=READ)
 def _read(*arguments: Any) -> Tensor:
     call = _Queries(arguments)
     out = empty_rows(call.query, call.s.E)
@@ -453,13 +259,11 @@ def _read(*arguments: Any) -> Tensor:
     return out
 
 
-@_read.register_fake
-def _(*arguments: Any) -> Tensor:
+def _fake_read(*arguments: Any) -> Tensor:
     call = _Queries(arguments)
     return empty_rows(call.query, call.s.E)
 
 
-@torch.library.custom_op("kernelformer::read_sums_backward", mutates_args=(), schema=READ_BACKWARD)
 def _read_backward(*arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     grad, out, *rest, learn = arguments
     call = _Queries(rest)
@@ -477,29 +281,15 @@ def _read_backward(*arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]
     return dq, totals, state_grads
 
 
-@_read_backward.register_fake
-def _(*arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    _, _, *rest, learn = arguments
-    call = _Queries(rest)
-    tensors = [torch.empty_like(x) for x in call.tensors] if learn else []
-    return empty_rows(call.query, call.s.D), tensors, [torch.empty_like(x) for x in call.state]
-
-
-def _save_read(ctx: Any, inputs: Any, output: Any) -> None:
-    query, tensors, state, *ctx.call_settings = inputs
-    ctx.counts = (len(tensors), len(state))
-    ctx.learn = any(x.requires_grad for x in tensors)
-    ctx.save_for_backward(query, output, *tensors, *state)
-
-
-def _grad_read(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    query, out, *rest = ctx.saved_tensors
-    count = ctx.counts[0]
-    dq, totals, state = _read_backward(grad, out, query, rest[:count], rest[count:], *ctx.call_settings, ctx.learn)
-    return dq, totals if ctx.learn else [None] * count, state, None, None, None
-
-
-_read.register_autograd(_grad_read, setup_context=_save_read)
+READ = Operator(
+    "read_sums",
+    inputs="Tensor query, Tensor[] tensors, Tensor[] state, str spec, float scale, bool normalize",
+    outputs="Tensor out",
+    forward=_read,
+    fake=_fake_read,
+    backward=_read_backward,
+    learned="query, tensors, state",
+)
 
 
 def key_sums(
@@ -533,7 +323,7 @@ def key_sums(
         tensors (B, G, ...) as an `Engine` keeps them.
     """
     no_tangents(key=key, value=value, a_parameter_of_the_feature_map=tensors)
-    state: list[Tensor] = _sums(key, value, key_mask, list(tensors), slope, spec, scale, normalize, parts, mirror)
+    state: list[Tensor] = SUMS(key, value, key_mask, list(tensors), slope, spec, scale, normalize, parts, mirror)
     return state
 
 
@@ -549,8 +339,53 @@ def read_sums(
     """Attend to the keys of a state: (B, H, L, D) -> (B, H, L, E); arguments as those of `key_sums`."""
     no_tangents(query=query, a_parameter_of_the_feature_map=tensors, state=state)
     dtype = compute_dtype(query.dtype)
-    out: Tensor = _read(query, list(tensors), [x.to(dtype) for x in state], spec, scale, normalize)
+    out: Tensor = READ(query, list(tensors), [x.to(dtype) for x in state], spec, scale, normalize)
     return out
+
+
+def linear_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    spec: str,
+    tensors: Sequence[Tensor],
+    scale: float,
+    key_mask: Tensor | None = None,
+    normalize: bool = True,
+) -> Tensor:
+    """Attend to all keys.
+
+    Args:
+        query: (B, H, L, D).
+        key: (B, G, S, D), G divides H.
+        value: (B, G, S, E).
+        spec: of the map, as `contract.intern_formula` names it.
+        tensors: of the map, (B or 1, G or 1, ...) in the dtype of the arithmetic.
+        scale: the map sees ``sqrt(scale) x``.
+        key_mask: (B, S) bool, True = attend.
+        normalize: divide by the sum of the weights.
+
+    Returns:
+        (B, H, L, E) in the dtype of the query; rows without a visible key are zero.
+    """
+    common: dict[str, Any] = {"spec": spec, "tensors": tensors, "scale": scale, "normalize": normalize}
+    return read_sums(query, key_sums(key, value, **common, key_mask=key_mask), **common)
+
+
+def _linear(*arguments: Any) -> tuple[Tensor, list[Tensor]]:
+    query, key, value, key_mask, tensors, spec, scale, normalize = arguments
+    state = SUMS(key, value, key_mask, tensors, None, spec, scale, normalize, False, False)
+    return READ(query, tensors, state, spec, scale, normalize), state
+
+
+# The name in graphs of earlier versions.
+_library = torch.library.Library("kernelformer", "FRAGMENT")
+_library.define(
+    "linear_attention(Tensor query, Tensor key, Tensor value, Tensor? key_mask, Tensor[] tensors, str spec, "
+    "float scale, bool normalize) -> (Tensor, Tensor[])"
+)
+_library.impl("linear_attention", _linear, "CompositeImplicitAutograd")
 
 
 def merge_sums(states: Sequence[Tensor], used: Tensor, positive: bool) -> list[Tensor]:

@@ -25,8 +25,6 @@ from kernelformer.attention.engine import Merged, Part
 from kernelformer.attention.families import engine_class
 from kernelformer.attention.near import NearBias
 from kernelformer.attention.near_far_call import (
-    NAMES,
-    NUM_TENSORS,
     SETTINGS,
     TENSORS,
     NearFarCall,
@@ -35,15 +33,10 @@ from kernelformer.attention.near_far_call import (
     finish,
     merge,
 )
-from kernelformer.attention.relative.call import flatten, unflatten
+from kernelformer.attention.operator import Operator
 from kernelformer.contract import SignedSpec, compute_dtype, lookup, no_tangents
 
 RESULTS = "Tensor out, Tensor total, Tensor guarded, Tensor[] row_scales, Tensor[] end_state, Tensor[] kept"
-FORWARD = f"({TENSORS}, {SETTINGS}, bool keep) -> (Tensor, Tensor, Tensor, Tensor[], Tensor[], Tensor[])"
-BACKWARD = (
-    f"(Tensor grad, Tensor[] state_grads, {RESULTS}, {TENSORS}, {SETTINGS}, bool learn) "
-    f"-> (Tensor, Tensor, Tensor, Tensor[], Tensor[], Tensor[], Tensor, Tensor[], Tensor[])"
-)
 NUM_RESULTS = RESULTS.count(", ") + 1
 # Of query, key, value, sinks, bias, tensors, beta, state and right_state.
 Gradients = tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor], Tensor, list[Tensor], list[Tensor]]
@@ -127,7 +120,6 @@ class _Sums:
             pieces.put(self.run.by_key_head(self.results.guarded), guarded.unsqueeze(2), block, *span)
 
 
-@torch.library.custom_op("kernelformer::near_far_attention", mutates_args=(), schema=FORWARD)
 def _forward(*arguments: Any) -> tuple[Any, ...]:
     *inputs, keep = arguments
     if in_strips(NearFarCall.of(inputs)):
@@ -171,8 +163,7 @@ def _pass(run: Run, sums: _Sums, block: slice, number: int) -> None:
         whole[block] = x.view(whole[block].shape)
 
 
-@_forward.register_fake
-def _(*arguments: Any) -> tuple[Any, ...]:
+def _fake(*arguments: Any) -> tuple[Any, ...]:
     *inputs, keep = arguments
     if in_strips(NearFarCall.of(inputs)):
         return _unguarded(strips.Results.empty(NearFarCall.of(inputs), keep))
@@ -232,9 +223,8 @@ class _Grads:
         return dq, dk, dv, sinks, bias, self.tensors, self.far_logs.sum(0), left, right
 
 
-@torch.library.custom_op("kernelformer::near_far_attention_backward", mutates_args=(), schema=BACKWARD)
 def _backward(*arguments: Any) -> Gradients:
-    (grad, state_grads), rest, learn = arguments[:2], arguments[2:-1], arguments[-1]
+    (grad, state_grads), rest, learn = arguments[:2], arguments[2:-2], arguments[-1]
     call = NearFarCall.of(rest[NUM_RESULTS:])
     if in_strips(call):
         st, found = strips.Strips(call, learn), strips.Grads(call, learn)
@@ -300,9 +290,8 @@ def _end_grads(side: Side, results: Results, state_grads: list[Tensor]) -> list[
     return side.engine.grads_in(rows, [x[side.block].flatten(0, 1) for x in state_grads])
 
 
-@_backward.register_fake
-def _(*arguments: Any) -> Gradients:
-    call, learn = NearFarCall.of(arguments[2 + NUM_RESULTS : -1]), arguments[-1]
+def _fake_backward(*arguments: Any) -> Gradients:
+    call, learn = NearFarCall.of(arguments[2 + NUM_RESULTS : -2]), arguments[-1]
     dtype = compute_dtype(call.query.dtype)
     made = [torch.empty_like(x) for x in (call.query, call.key, call.value)]
     return (
@@ -318,43 +307,17 @@ def _(*arguments: Any) -> Gradients:
     )
 
 
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    *arguments, _ = inputs
-    tensor_arguments, ctx.attention_settings = arguments[:NUM_TENSORS], arguments[NUM_TENSORS:]
-    call = NearFarCall.of(arguments)
-    ctx.set_materialize_grads(False)
-    ctx.learn = any(x.requires_grad for x in call.tensors)
-    flat, ctx.lengths = flatten(tensor_arguments)
-    results, ctx.result_lengths = flatten(output)
-    ctx.save_for_backward(*flat, *results)
-
-
-def _grad(ctx: Any, grad: Tensor | None, *others: Any) -> tuple[Any, ...]:
-    count = sum(1 if x is None else x for x in ctx.lengths)
-    saved = ctx.saved_tensors  # read once: checkpointing makes them anew each time
-    arguments = unflatten(saved[:count], ctx.lengths)
-    results = Results(*unflatten(saved[count:], ctx.result_lengths))
-    call = NearFarCall.of([*arguments, *ctx.attention_settings])
-    state_grads = [torch.zeros_like(x) if g is None else g for g, x in zip(others[3], results.end_state, strict=True)]
-    dq, dk, dv, sinks, bias, tensors, beta, state, right_state = _backward(
-        torch.zeros_like(results.out) if grad is None else grad, state_grads, *results, *arguments,
-        *ctx.attention_settings, ctx.learn,
-    )  # fmt: skip
-    grads = {
-        "query": dq,
-        "key": dk,
-        "value": dv,
-        "sinks": [*sinks, *[None] * (len(call.sinks) - len(sinks))],
-        "bias": [x.to(y.dtype) for x, y in zip(bias, call.bias, strict=False)] + [None] * (len(call.bias) - len(bias)),
-        "tensors": tensors if ctx.learn else [None] * len(call.tensors),
-        "beta": None if call.beta is None else beta.to(call.beta.dtype),
-        "state": state,
-        "right_state": right_state,
-    }
-    return (*(grads.get(x) for x in NAMES), None)
-
-
-_forward.register_autograd(_grad, setup_context=_save)
+OPERATOR = Operator(
+    "near_far_attention",
+    inputs=f"{TENSORS}, {SETTINGS}, bool keep",
+    outputs=RESULTS,
+    forward=_forward,
+    fake=_fake,
+    backward=_backward,
+    learned="query, key, value, sinks, bias, tensors, beta, state, right_state",
+    given="out, end_state",
+    fake_backward=_fake_backward,
+)
 
 
 def near_far_attention(call: NearFarCall) -> tuple[Tensor, list[Tensor]]:
@@ -376,5 +339,5 @@ def near_far_attention(call: NearFarCall) -> tuple[Tensor, list[Tensor]]:
     keep = torch.is_grad_enabled() and any(
         x.requires_grad for y in arguments if y is not None for x in (y if isinstance(y, list) else [y])
     )
-    out, _, _, _, end, _ = _forward(*arguments, *call.settings, keep)
+    out, _, _, _, end, _ = OPERATOR(*arguments, *call.settings, keep)
     return out, end
