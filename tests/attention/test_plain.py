@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernelformer as kf
 from definition import FORGETS, VARIANTS, WHOLE, attend, build, close, inputs, padding
-from kernelformer.attention import dispatch, reference
+from kernelformer.attention import reference
 from kernelformer.attention.plain import biased, layout, positive
 from kernelformer.attention.plain import positive as scan
 from kernelformer.modules import bias as bias_checks
@@ -53,7 +53,7 @@ def small(monkeypatch):
     monkeypatch.setattr(layout, "CHUNK", 16)
     monkeypatch.setattr(scan, "GROUP", 2)
     monkeypatch.setattr(positive, "KEYS", 8)
-    monkeypatch.setattr(layout, "SEGMENT", 48 * 2 * 4 * 24)
+    monkeypatch.setattr(layout, "CPU_SEGMENT", 48 * 2 * 4 * 24)
     monkeypatch.setattr(layout, "SHORTEST", 16)
 
 
@@ -392,7 +392,7 @@ class NoWaiting(TorchDispatchMode):
 @pytest.fixture
 def accelerator(monkeypatch):
     """Let the code take the CPU for a device that it must not wait for."""
-    monkeypatch.setattr(dispatch, "ACCELERATORS", ("cpu",))
+    monkeypatch.setattr(layout, "ACCELERATORS", ("cpu",))
     for module in (near_stream, bias_checks, biased_core):
         monkeypatch.setattr(module, "readable_without_sync", lambda x: False)
 
@@ -532,12 +532,10 @@ def test_an_algorithm_that_a_call_cannot_have_is_named():
         (core(), {"algorithm": "fft"}, "only mean something with a bias"),
         (core("softmax"), {}, "methods with a feature map, got algorithm='plain' for 'softmax'"),
         (core("linformer", max_length=9), {}, "for 'linformer'"),
-        (core("rfa-gate"), {"is_causal": True}, "is not there for 'rfa-gate'"),
         (core(window=4, attention_dropout=0.5), {}, "attention_dropout=0.5"),
         (core("trigonometric"), {"bias": table}, "a bias beside a signed map"),
         (core(), {"bias": table + torch.arange(17)}, "no max_distance is known"),
         (core(), {"bias": table, "max_distance": 3, "slope": torch.zeros(4)}, "a slope without causality"),
-        (core("trigonometric", window=4), {"bias": table, "max_distance": 3, "slope": torch.zeros(4)}, "signed map of"),
         (core(), {"bias": table, "is_causal": True, "return_state": True}, "no max_distance is known"),
         (core(), {"bias": torch.zeros(4, 5, 5)}, "a bias on a grid"),
         (

@@ -22,14 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernelformer.attention import decomposed
+from kernelformer.attention import decomposed, linear
 from kernelformer.attention.blocks import Shapes
 from kernelformer.attention.causal import causal_attention
-from kernelformer.attention.linear import linear_attention
 from kernelformer.attention.near_far import near_far_attention
-from kernelformer.attention.near_far_call import NearFarCall
+from kernelformer.attention.near_far_call import NAMES, NearFarCall
 from kernelformer.attention.plain.attend import plain_causal_attention, plain_linear_attention
+from kernelformer.attention.plain.layout import is_accelerator, transforms_active
 from kernelformer.attention.plain.near_far import plain_near_far_attention
+from kernelformer.attention.plain.operator import run_plain
 from kernelformer.attention.relative.call import Layout, RelativeCall, constant_beyond
 from kernelformer.attention.relative.fft import fft_attention, is_safe
 from kernelformer.attention.relative.operator import relative_attention
@@ -40,7 +41,6 @@ from kernelformer.errors import choice
 LOOPS = ("chunked", "plain")  # for every call of a feature map; "chunked" needs the least memory, and is best on a CPU
 BIASED = ("direct", "fft", "windowed")  # for calls with a bias
 ALIASES = {"parallel": "plain"}  # the name of earlier versions
-ACCELERATORS = ("cuda", "mps", "xpu")  # devices that wait for launches rather than for arithmetic
 # Time of a transformed number over that of a multiplication in a tile, measured; see `faster_by_fft`.
 TRANSFORM = 250.0
 
@@ -85,7 +85,7 @@ def takes_plain(
     Raises:
         ValueError: asked for by name where it cannot.
     """
-    on_accelerator = inputs[0].device.type in ACCELERATORS
+    on_accelerator = is_accelerator(inputs[0].device)
     if asked == "chunked" or (asked is None and not on_accelerator) or is_exporting():
         return False
     problem = find_problem()
@@ -107,6 +107,7 @@ def attend(
     is_causal: bool = False,
     state: Sequence[Tensor] | None = None,
     streams: bool = False,
+    decay: Tensor | None = None,
     algorithm: str | None = None,
 ) -> tuple[Tensor, Sequence[Tensor] | None]:
     """Attend through a feature map, without a bias and near tokens.
@@ -123,6 +124,7 @@ def attend(
         is_causal: key j is visible to query i iff j <= i.
         state: tensors of the state before a causal call.
         streams: whether the state after it is wanted.
+        decay: (B, G, S), what each key adds to the logarithms of all earlier weights, for signed maps.
         algorithm: ``chunked``, ``plain`` or None.
 
     Returns:
@@ -136,16 +138,21 @@ def attend(
     if takes_plain(algorithm, (query, key, value), lambda: None):
         if not is_causal:
             return plain_linear_attention(query, key, value, **common, normalize=normalize), None
-        more: dict[str, Any] = {"normalize": normalize, "state": state, "streams": streams}
+        more: dict[str, Any] = {"normalize": normalize, "state": state, "streams": streams, "decay": decay}
         return plain_causal_attention(query, key, value, **common, **more)
+    known, inputs = lookup(spec), {"query": query, "key": key, "value": value}
+    if not isinstance(known, PositiveSpec) or transforms_active():
+        if not is_causal:
+            return run_plain("linear", **inputs, **common, normalize=normalize)[0], None
+        given = {"state": state, "streams": True, "decay": decay}
+        out, *after = run_plain("causal", **inputs, **common, normalize=normalize, **given)
+        return out, after
     if algorithm is None and normalize and state is None and not streams:
-        known = lookup(spec)
-        if isinstance(known, PositiveSpec):
-            shapes = Shapes.of(query, key, value, known.feature_dim(tensors, query.shape[3]))
-            if prefers_direct(shapes, is_causal=is_causal):
-                return direct_attention(query, key, value, **common, is_causal=is_causal), None
+        shapes = Shapes.of(query, key, value, known.feature_dim(tensors, query.shape[3]))
+        if prefers_direct(shapes, is_causal=is_causal):
+            return direct_attention(query, key, value, **common, is_causal=is_causal), None
     if not is_causal:
-        return linear_attention(query, key, value, **common, normalize=normalize), None
+        return linear.linear_attention(query, key, value, **common, normalize=normalize), None
     return causal_attention(query, key, value, **common, normalize=normalize, state=state)
 
 
@@ -164,7 +171,31 @@ def attend_near_far(
         return plain_near_far_attention(call, leading=leading, streams=streams)
     if is_exporting() and not call.bias:  # a bias is for graphs of one length, which may have operators of ours
         return decomposed.near_far(call)
-    return near_far_attention(call)
+    if has_operators(call) and not transforms_active():
+        return near_far_attention(call)
+    given = {name: getattr(call, name) for name in NAMES}
+    out = run_plain("near_far", leading=leading, streams=streams and bool(call.spec), **given)
+    return out[0], out[1:]
+
+
+def has_operators(call: NearFarCall) -> bool:
+    """True if the operators for near and far keys serve a call: a positive map, or none, without a slope."""
+    positive = not call.spec or isinstance(lookup(call.spec), PositiveSpec)
+    return positive and len(call.bias) < 3
+
+
+def key_sums(key: Tensor, value: Tensor, **how: Any) -> list[Tensor]:
+    """The state of some keys; see `linear.key_sums`."""
+    if isinstance(lookup(how["spec"]), PositiveSpec) and how.get("slope") is None and not transforms_active():
+        return linear.key_sums(key, value, **how)
+    return run_plain("key_sums", key=key, value=value, **how)
+
+
+def read_sums(query: Tensor, state: Sequence[Tensor], **how: Any) -> Tensor:
+    """Attend to the keys of a state; see `linear.read_sums`."""
+    if isinstance(lookup(how["spec"]), PositiveSpec) and not transforms_active():
+        return linear.read_sums(query, state, **how)
+    return run_plain("read_sums", query=query, state=state, **how)[0]
 
 
 def faster_by_fft(features: int, width: int, layout: Layout, is_causal: bool) -> bool:

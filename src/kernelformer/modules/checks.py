@@ -8,11 +8,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from kernelformer.attention import State
 from kernelformer.attention.relative.call import Layout
-from kernelformer.contract import compute_dtype, no_tangents
+from kernelformer.contract import compute_dtype
 from kernelformer.errors import shape
 
 
@@ -82,8 +81,6 @@ def check_floats(query: Tensor, key: Tensor, value: Tensor) -> None:
             raise ValueError(f"{name} must be a tensor, got {type(x).__name__}; convert it with torch.as_tensor().")
         if not x.is_floating_point():
             raise ValueError(f"{name} must be a floating point tensor, got {x.dtype}; convert it with .float().")
-    if forward_ad._current_level >= 0:
-        no_tangents(query=query, key=key, value=value)
 
 
 def check_inputs(

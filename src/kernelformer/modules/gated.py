@@ -2,8 +2,8 @@
 
     S_t = g_t S_{t-1} + (1 - g_t) phi(k_t) v_t^T          z_t = g_t z_{t-1} + (1 - g_t) phi(k_t)
 
-Unrolled, key j weighs ``(1 - g_j) g_{j+1} ... g_i`` for query i. What depends on i cancels in the ratio, so that a
-gate is one log factor per key, ``log(1 - g_j) - sum_{u <= j} log g_u``, which signed maps know how to carry.
+Unrolled, key j weighs ``(1 - g_j) g_{j+1} ... g_i`` for query i: a log factor ``log(1 - g_j)`` of the key, which signed
+maps know how to carry, and a log decay ``log g_t`` of all that came before.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernelformer.attention import State, step
 from kernelformer.attention.dispatch import attend
-from kernelformer.contract import Role, SignedChunks, SignedSpec, compute_dtype, intern_formula, no_tangents
+from kernelformer.contract import Role, SignedSpec, compute_dtype, intern_formula
 from kernelformer.errors import flag
 from kernelformer.feature_maps.base import FIRST, parameter
 from kernelformer.feature_maps.draws import generator
@@ -26,7 +26,6 @@ from kernelformer.feature_maps.spectral import ScaledFourierMap
 from kernelformer.modules.checks import Call, check_range
 from kernelformer.modules.kernel import KernelCore
 
-SEGMENT = 256  # tokens after which the log weights start again from 0: in float32 they lose digits as they grow
 EDGE = 1e-6  # how near a gate comes to 0 and to 1
 
 
@@ -56,33 +55,6 @@ class GatedSpec(SignedSpec):
         phi, _ = self.inner.features(x[..., :-1], tensors, scale, role, normalize)
         return phi, x[..., -1:] if role == "key" or not normalize else None
 
-    def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> SignedChunks:
-        """Bind for chunks."""
-        return GatedChunks(self.inner.bind(tensors, scale, normalize, learn), normalize)
-
-
-class GatedChunks(SignedChunks):
-    """`GatedSpec` on chunks."""
-
-    def __init__(self, inner: SignedChunks, normalize: bool) -> None:
-        self.inner, self.normalize = inner, normalize
-
-    def features(self, x: Tensor, role: Role, out: Tensor) -> Tensor | None:
-        """Fourier features, with the log weight as factor."""
-        self.inner.features(x[..., :-1], role, out)
-        return x[..., -1:].clone() if role == "key" or not self.normalize else None
-
-    def vjp(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
-        """Gradient of the Fourier features; that of the log weight is that of the factor."""
-        inner = self.inner.vjp(x[..., :-1], role, phi, grad, None, x.new_empty(*x.shape[:2], x.shape[2] - 1))
-        out[..., :-1] = inner
-        out[..., -1:] = 0 if log_grad is None else log_grad
-        return out
-
-    def tensor_grads(self) -> list[Tensor]:
-        """Gradients of the tensors of the Fourier map."""
-        return self.inner.tensor_grads()
-
 
 class GatedCore(KernelCore):
     """Random feature attention whose state forgets.
@@ -98,7 +70,7 @@ class GatedCore(KernelCore):
 
     Parameters: gate_weight (H, D) and gate_bias (H), beside those of the map.
 
-    Cost: as causal attention, in segments of 256 tokens; under `torch.compile` it compiles once per length.
+    Cost: as causal attention.
     """
 
     splits = None  # sums that forget are not merged by their masses alone
@@ -151,12 +123,9 @@ class GatedCore(KernelCore):
         return gate.clamp(EDGE, 1 - EDGE)
 
     def _logs(self, gate: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Compute log weights of keys, and the log of the decay after each, (B, H, L); hidden tokens change nothing."""
-        keep, take = gate.log(), torch.log1p(-gate)
-        if hidden is not None:
-            keep = keep.masked_fill(hidden, 0)
-        past = keep.cumsum(-1)
-        return take - past, past
+        """Compute log weights of keys and the log decay that each brings, (B, H, L); hidden ones change nothing."""
+        keep = gate.log() if hidden is None else gate.log().masked_fill(hidden, 0)
+        return torch.log1p(-gate), keep
 
     def _not_bidirectional(self, what: str) -> ValueError:
         return ValueError(f"{self.method!r} is causal only, got {what}: a gate forgets what came before.")
@@ -169,62 +138,48 @@ class GatedCore(KernelCore):
         """Raise a ValueError: a context has no order to forget in."""
         raise self._not_bidirectional("a context")
 
-    def _not_plain(self, call: Call) -> str | None:
-        return f"{self.method!r}, whose log weights start again every {SEGMENT} tokens"
-
     def _attend_unbiased(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor] | None]:
-        self._takes_plain(call)  # raises where it was asked for
         dtype, work = call.query.dtype, compute_dtype(call.query.dtype)
         key, value = (x.to(work) for x in self._per_map_head(call.key, call.value))
-        query = call.query.to(work)
         if call.key_mask is not None:
             key = key.masked_fill(~call.key_mask[:, None, :, None], 0)
         hidden = None if call.key_mask is None else ~call.key_mask.unsqueeze(1)
-        gate = self._gates(key, call.gate, hidden)
-        no_tangents(gate=gate)
-        state: Sequence[Tensor] | None = None if call.state is None else call.state.tensors
-        outs, length = [], max(query.shape[2], key.shape[2])
-        for start in range(0, max(length, 1), SEGMENT):
-            part = slice(start, start + SEGMENT)
-            mask = None if call.key_mask is None else call.key_mask[:, part]
-            logs, past = self._logs(gate[:, :, part], None if hidden is None else hidden[:, :, part])
-            out, state = attend(
-                _with_column(query[:, :, part], None),
-                _with_column(key[:, :, part], logs),
-                value[:, :, part],
-                spec=self.gated_key,
-                tensors=tensors,
-                scale=call.scale,
-                key_mask=mask,
-                normalize=self.normalize,
-                is_causal=True,
-                state=state,
-                streams=True,
-                algorithm="chunked",
-            )
-            outs.append(out)
-            if past.shape[2] and state is not None:
-                state = [state[0] + past[:, :, -1:].unsqueeze(-1), *state[1:]]
-        return torch.cat(outs, 2).to(dtype), state
+        take, keep = self._logs(self._gates(key, call.gate, hidden), hidden)
+        out, state = attend(
+            _with_column(call.query.to(work), None),
+            _with_column(key, take),
+            value,
+            spec=self.gated_key,
+            tensors=tensors,
+            scale=call.scale,
+            key_mask=call.key_mask,
+            normalize=self.normalize,
+            is_causal=True,
+            state=None if call.state is None else call.state.tensors,
+            streams=True,
+            decay=keep,
+            algorithm=call.algorithm,
+        )
+        return out.to(dtype), state
 
     def _step_unbiased(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
         key, value = self._per_map_head(call.key, call.value)
         hidden = None if call.key_mask is None else ~call.key_mask.unsqueeze(1)
         if hidden is not None:
             key = key.masked_fill(hidden.unsqueeze(-1), 0)
-        logs, left = self._logs(self._gates(key, call.gate, hidden), hidden)
+        take, keep = self._logs(self._gates(key, call.gate, hidden), hidden)
         out, after = step(
             self.gated_spec,
             tensors,
             _with_column(call.query, None),
-            _with_column(key, logs),
+            _with_column(key, take - keep),
             value,
             self._before(call),
             scale=call.scale,
             key_mask=call.key_mask,
             normalize=True,
         )
-        return out, (after[0] + left.unsqueeze(-1), *after[1:])
+        return out, (after[0] + keep.unsqueeze(-1), *after[1:])
 
 
 def _with_column(x: Tensor, logs: Tensor | None) -> Tensor:

@@ -15,7 +15,7 @@ from kernelformer.attention.dispatch import attend, takes_plain
 from kernelformer.attention.families import engine_class
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.state import MadeBy, Prepared
-from kernelformer.contract import PositiveSpec, autocasts, compute_dtype, no_autocast
+from kernelformer.contract import autocasts, compute_dtype, no_autocast
 from kernelformer.errors import choice, flag, fraction, integer, positive_int, shape
 from kernelformer.feature_maps import FeatureMap
 from kernelformer.modules.bias import FADES, NEAR, BiasedAttention, bias_not_plain
@@ -260,8 +260,6 @@ class KernelCore(AttentionCore):
         near, spec = self.near, self.feature_map.spec
         if near is None:
             return None if call.bias is None else bias_not_plain(spec, call)
-        if call.bias is not None and call.bias.slope is not None and not isinstance(spec, PositiveSpec):
-            return f"a slope beside the signed map of {self.method!r}"
         return near.not_plain()
 
     def _step_unbiased(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:

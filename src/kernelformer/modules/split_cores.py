@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention import State
+from kernelformer.attention.dispatch import key_sums, read_sums
 from kernelformer.attention.families import engine_class
-from kernelformer.attention.linear import faded, key_sums, merge_sums, read_sums
+from kernelformer.attention.linear import faded, merge_sums
 from kernelformer.attention.near import Sinks
 from kernelformer.attention.near_keys import Tokens
 from kernelformer.attention.positive import EMPTY

@@ -25,6 +25,7 @@ from torch import Tensor
 from kernelformer.attention.plain.layout import (
     RowSums,
     causal_chunk,
+    cut,
     hidden_keys,
     of_samples,
     recomputed,
@@ -51,6 +52,9 @@ class PlainMap(Protocol):
     def keys(self, x: Tensor, value: Tensor, hidden: Tensor | None) -> Mapped:
         """Map keys (B, G, S, D), of which those at ``hidden`` (B, 1, S, 1) do not count, and take their values."""
 
+    def faded(self, keys: Mapped, log: Tensor) -> Mapped:
+        """Mapped keys times ``exp(log)``, (N, S, 1)."""
+
     def padded(self, keys: Mapped, before: int, after: int) -> Mapped:
         """Mapped keys with so many that nobody sees around them."""
 
@@ -73,12 +77,30 @@ class PlainMap(Protocol):
         """Outputs (N, L, R, E)."""
 
 
-def make_map(spec: Spec, tensors: Sequence[Tensor], scale: float, normalize: bool, parts: bool = False) -> PlainMap:
-    """Bind a spec to its tensors, (B or 1, G or 1, ...) each; with ``parts`` its rows are merged with others."""
+def make_map(
+    spec: Spec, tensors: Sequence[Tensor], scale: float, normalize: bool, parts: bool = False, fades: bool = False
+) -> PlainMap:
+    """Bind a spec to its tensors, (B or 1, G or 1, ...) each.
+
+    Args:
+        spec: the map.
+        tensors: its own.
+        scale: the map sees ``sqrt(scale) x``.
+        normalize: divide by the sum of the weights.
+        parts: its rows are merged with others.
+        fades: weights fall with distance.
+    """
     if isinstance(spec, PositiveSpec):
         return PositiveMap(spec, tensors, scale, normalize, parts)
     assert isinstance(spec, SignedSpec)
-    return SignedMap(spec, tensors, scale, normalize, parts)
+    return SignedMap(spec, tensors, scale, normalize, parts, fades)
+
+
+def state_shapes(spec: Spec, features: int, width: int) -> list[tuple[int, int]]:
+    """The last two sizes of a state's tensors: log_mass and mean, or log_scale, kv, k_sum and norm_sum."""
+    if isinstance(spec, PositiveSpec):
+        return [(features, 1), (features, width)]
+    return [(1, 1), (features, width), (features, 1), (1, 1)]
 
 
 def plain_linear_attention(
@@ -94,7 +116,7 @@ def plain_linear_attention(
 ) -> Tensor:
     """Attend to all keys, of which there are some; arguments and result as those of `linear.linear_attention`."""
     numbers = query.shape[1] * lookup(spec).feature_dim(tensors, query.shape[3])
-    blocks = sample_blocks(query.shape[0], max(query.shape[2], key.shape[2]), numbers)
+    blocks = sample_blocks(query, max(query.shape[2], key.shape[2]), numbers)
     if len(blocks) > 1:
         how: dict[str, Any] = {"spec": spec, "scale": scale, "normalize": normalize}
         parts = [
@@ -106,14 +128,70 @@ def plain_linear_attention(
         return torch.cat(parts)
     phi = make_map(lookup(spec), tensors, scale, normalize)
     numbers = numbers * query.shape[0]
+    kept = _sums_of(phi, key, value, key_mask, numbers, tensors)
+    queries = cut(query, spans(query, numbers, 1))
+    return join_segments([recomputed(partial(_read, phi, key.shape[1]), x, kept, learned=tensors) for x in queries])
+
+
+def _sums_of(
+    phi: PlainMap,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    numbers: int,
+    tensors: Sequence[Tensor],
+    fade: Tensor | None = None,
+) -> Kept:
+    """Sums of all keys; ``fade`` (B, G, S, 1) is what their log weights have beside."""
     kept: Kept | None = None
-    for start, end in spans(key.shape[2], numbers, 1):
-        k, v, hidden = key[:, :, start:end], value[:, :, start:end], hidden_keys(key_mask, start, end)
-        kept = recomputed(partial(_absorb, phi), k, v, hidden, kept, learned=tensors)
-    outs = []
-    for start, end in spans(query.shape[2], numbers, 1):
-        outs.append(recomputed(partial(_read, phi, key.shape[1]), query[:, :, start:end], kept, learned=tensors))
-    return join_segments(outs)
+    segments = spans(key, numbers, 1)
+    fades = [None] * len(segments) if fade is None else cut(fade, segments)
+    for (start, end), k, v, log in zip(segments, cut(key, segments), cut(value, segments), fades, strict=True):
+        kept = recomputed(partial(_absorb, phi), k, v, hidden_keys(key_mask, start, end), log, kept, learned=tensors)
+    return kept
+
+
+def plain_key_sums(
+    key: Tensor,
+    value: Tensor,
+    *,
+    spec: str,
+    tensors: Sequence[Tensor],
+    scale: float,
+    key_mask: Tensor | None = None,
+    normalize: bool = True,
+    parts: bool = False,
+    slope: Tensor | None = None,
+    mirror: bool = False,
+) -> list[Tensor]:
+    """The state of some keys; arguments and result as those of `linear.key_sums`."""
+    phi, fade = make_map(lookup(spec), tensors, scale, normalize, parts, slope is not None), None
+    if slope is not None:
+        place = torch.arange(key.shape[2], device=key.device, dtype=compute_dtype(key.dtype))
+        steps = -(place + 1) if mirror else place - key.shape[2]
+        fade = (slope.to(steps.dtype).view(-1, 1, 1) * steps.view(-1, 1)).expand(key.shape[0], -1, -1, -1)
+    numbers = key.shape[0] * key.shape[1] * lookup(spec).feature_dim(tensors, key.shape[3])
+    return phi.store(_sums_of(phi, key, value, key_mask, numbers, tensors, fade), key.shape[1])
+
+
+def plain_read_sums(
+    query: Tensor,
+    state: Sequence[Tensor],
+    *,
+    spec: str,
+    tensors: Sequence[Tensor],
+    scale: float,
+    normalize: bool = True,
+) -> Tensor:
+    """Attend to the keys of a state; arguments and result as those of `linear.read_sums`."""
+    phi, numbers = (
+        make_map(lookup(spec), tensors, scale, normalize),
+        query.shape[0] * query.shape[1] * state[1].shape[2],
+    )
+    kept = phi.load([x.to(compute_dtype(query.dtype)) for x in state])
+    function = partial(_read, phi, state[0].shape[1])
+    queries = cut(query, spans(query, numbers, 1))
+    return join_segments([recomputed(function, x, kept, learned=tensors) for x in queries])
 
 
 def plain_causal_attention(
@@ -128,19 +206,23 @@ def plain_causal_attention(
     normalize: bool = True,
     state: Sequence[Tensor] | None = None,
     streams: bool = True,
+    decay: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Attend to the keys up to one's own position; arguments and results as those of `causal.causal_attention`.
 
     Where nothing ``streams``, there is no state after the last key.
+
+    Args:
+        decay: (B, G, S), what each key adds to the logarithms of all earlier weights, at most 0; for signed maps.
     """
     numbers = query.shape[1] * lookup(spec).feature_dim(tensors, query.shape[3])
-    blocks = sample_blocks(query.shape[0], query.shape[2], numbers)
+    blocks = sample_blocks(query, query.shape[2], numbers)
     if len(blocks) > 1:
         how: dict[str, Any] = {"spec": spec, "scale": scale, "normalize": normalize, "streams": streams}
         parts = [
             plain_causal_attention(
                 query[b], key[b], value[b], tensors=of_samples(tensors, b), key_mask=_part(key_mask, b),
-                state=None if state is None else [x[b] for x in state], **how,
+                state=None if state is None else [x[b] for x in state], decay=_part(decay, b), **how,
             )
             for b in blocks
         ]  # fmt: skip
@@ -149,21 +231,26 @@ def plain_causal_attention(
     numbers = numbers * query.shape[0]
     kept = None if state is None else phi.load([x.to(compute_dtype(query.dtype)) for x in state])
     size, outs = causal_chunk(length), []
-    for start, end in spans(length, numbers, size):
-        inputs = (x[:, :, start:end] for x in (query, key, value))
+    segments = spans(query, numbers, size)
+    decays = [None] * len(segments) if decay is None else cut(decay.unsqueeze(3), segments)
+    pieces = zip(segments, *(cut(x, segments) for x in (query, key, value)), decays, strict=True)
+    for (start, end), q, k, v, log in pieces:
         hidden = hidden_keys(key_mask, start, end)
-        out, kept = recomputed(partial(_causal, phi, size), *inputs, hidden, kept, learned=tensors)
+        out, kept = recomputed(partial(_causal, phi, size), q, k, v, hidden, log, kept, learned=tensors)
         outs.append(out)
     assert kept is not None
     return join_segments(outs), phi.store(kept, key.shape[1]) if streams else []
 
 
-def _part(key_mask: Tensor | None, block: slice) -> Tensor | None:
-    return None if key_mask is None else key_mask[block]
+def _part(x: Tensor | None, block: slice) -> Tensor | None:
+    return None if x is None else x[block]
 
 
-def _absorb(phi: PlainMap, key: Tensor, value: Tensor, hidden: Tensor | None, kept: Kept | None) -> Kept:
-    return phi.absorb(phi.keys(key, value, hidden), kept)
+def _absorb(
+    phi: PlainMap, key: Tensor, value: Tensor, hidden: Tensor | None, fade: Tensor | None, kept: Kept | None
+) -> Kept:
+    keys = phi.keys(key, value, hidden)
+    return phi.absorb(keys if fade is None else phi.faded(keys, fade.flatten(0, 1)), kept)
 
 
 def _read(phi: PlainMap, groups: int, query: Tensor, kept: Kept) -> Tensor:
@@ -171,7 +258,14 @@ def _read(phi: PlainMap, groups: int, query: Tensor, kept: Kept) -> Tensor:
 
 
 def _causal(
-    phi: PlainMap, size: int, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, kept: Kept | None
+    phi: PlainMap,
+    size: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    hidden: Tensor | None,
+    decay: Tensor | None,
+    kept: Kept | None,
 ) -> tuple[Tensor, Kept]:
     missing = query.shape[2] - key.shape[2]
     if missing > 0:  # queries beyond the last key: keys that nobody sees
@@ -179,8 +273,14 @@ def _causal(
             hidden = torch.zeros(1, 1, key.shape[2], 1, dtype=torch.bool, device=key.device)
         hidden = F.pad(hidden, (0, 0, 0, missing), value=True)
         key, value = (F.pad(x, (0, 0, 0, missing)) for x in (key, value))
+        decay = None if decay is None else F.pad(decay, (0, 0, 0, missing))
     mapped = phi.queries(query, key.shape[1])
-    part, after = phi.causal(mapped, phi.keys(key, value, hidden), kept, size)
+    mapped_keys = phi.keys(key, value, hidden)
+    if decay is None:
+        part, after = phi.causal(mapped, mapped_keys, kept, size)
+    else:
+        assert isinstance(phi, SignedMap)
+        part, after = phi.causal(mapped, mapped_keys, kept, size, decay.flatten(0, 1))
     return by_head(phi.finish(part), query), after
 
 

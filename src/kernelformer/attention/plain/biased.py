@@ -91,12 +91,12 @@ def plain_biased_attention(call: RelativeCall, *, streams: bool = False) -> tupl
         (B, H, L, E) in the dtype of the query, zero where no key is visible; and shift, kv, ks and ns, as
         `RelativeCall` has them.
     """
-    batch, heads, length, width = call.query.shape
+    _, heads, length, width = call.query.shape
     numbers = heads * max(length, call.key.shape[2]) * lookup(call.spec).feature_dim(call.tensors, width)
     learned = [call.query, call.key, call.value, call.bias, *call.tensors, *call.state]
     parts = [
         recomputed(partial(_attend, _samples(call, *span), streams), learned=learned)
-        for span in spans(batch, numbers, 1)
+        for span in spans(call.query, numbers, 1, axis=0)
     ]
     if len(parts) == 1:
         return parts[0][0], list(parts[0][1])

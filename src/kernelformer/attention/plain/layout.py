@@ -1,7 +1,7 @@
 """Layout of a call for plain operations: rows, chunks, segments, and what the backward pass keeps.
 
 A call goes segment by segment, and all chunks of a segment at once. A segment has so many tokens, and before that so
-many samples, that one mapped tensor of it has at most `SEGMENT` numbers,
+many samples, that one mapped tensor of it has at most `SEGMENT` numbers (on a CPU `CPU_SEGMENT`),
 
     b = SEGMENT / (H M min(L, SHORTEST)) samples        T = SEGMENT / (b H M) tokens, a whole number of chunks
 
@@ -13,14 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-SEGMENT = 1 << 24  # numbers of a mapped tensor: 64 MiB in float32
+SEGMENT = 1 << 24  # numbers of a mapped tensor on an accelerator: 64 MiB in float32
+CPU_SEGMENT = 1 << 20  # on a CPU: its caches hold what a segment works on
+ACCELERATORS = ("cuda", "mps", "xpu")
 SHORTEST = 1024  # tokens; samples are taken apart before segments become shorter
 CHUNK = 64  # tokens of a causal chunk
 BLOCK = 8  # tokens of a block of a chunk
@@ -50,17 +54,35 @@ def causal_chunk(length: int) -> int:
     return size
 
 
-def spans(length: int, row_numbers: int, multiple: int) -> Iterator[tuple[int, int]]:
-    """The start and end of every segment, at least one; ``row_numbers`` is B H M."""
-    step = max(multiple, SEGMENT // max(1, row_numbers) // multiple * multiple)
-    for start in range(0, max(1, length), step):
-        yield start, min(start + step, length)
+def is_accelerator(device: torch.device) -> bool:
+    """True for devices that wait for launches rather than for arithmetic."""
+    return device.type in ACCELERATORS
 
 
-def sample_blocks(batch: int, length: int, token_numbers: int) -> list[slice]:
+def segment_numbers(device: torch.device) -> int:
+    """Numbers of a mapped tensor of a segment."""
+    return SEGMENT if is_accelerator(device) else CPU_SEGMENT
+
+
+def spans(like: Tensor, row_numbers: int, multiple: int, axis: int = 2) -> list[tuple[int, int]]:
+    """The start and end of every segment of a tensor's tokens, at least one; ``row_numbers`` is B H M."""
+    length, most = like.shape[axis], segment_numbers(like.device)
+    step = max(multiple, most // max(1, row_numbers) // multiple * multiple)
+    return [(start, min(start + step, length)) for start in range(0, max(1, length), step)]
+
+
+def cut(x: Tensor, segments: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
+    """The tokens (B, G, S, X) of consecutive segments, as far as there are any: one gradient for all of them."""
+    ends = [0, *(min(end, x.shape[2]) for _, end in segments)]
+    sizes = [b - a for a, b in pairwise(ends)]
+    parts: Sequence[Tensor] = x.split([*sizes, x.shape[2] - ends[-1]], 2)
+    return parts[: len(sizes)]
+
+
+def sample_blocks(like: Tensor, length: int, token_numbers: int) -> list[slice]:
     """Blocks of samples; ``token_numbers`` is H M."""
-    step = max(1, SEGMENT // max(1, token_numbers * min(length, SHORTEST)))
-    return [slice(start, start + step) for start in range(0, batch, step)]
+    step = max(1, segment_numbers(like.device) // max(1, token_numbers * min(length, SHORTEST)))
+    return [slice(start, start + step) for start in range(0, like.shape[0], step)]
 
 
 def of_samples(tensors: Sequence[Tensor], block: slice) -> list[Tensor]:
@@ -104,6 +126,13 @@ def recomputed(function: Callable[..., T], *arguments: Any, learned: Sequence[Te
         return function(*arguments)
     result: T = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
     return result
+
+
+def transforms_active() -> bool:
+    """True within transforms of `torch.func` and forward-mode AD: operators have no rules for them."""
+    if torch.compiler.is_compiling():
+        return False
+    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 @contextmanager

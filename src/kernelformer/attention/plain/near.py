@@ -68,11 +68,24 @@ class NearRows:
     def sums(self, log: Tensor) -> Tensor:
         """What the rows sum up relative to ``log`` (N, L, R), which is no smaller than their own: (N, L, R, E + 1)."""
         log = in_chunks(log, self.size, -EMPTY).unsqueeze(-1)
-        weights = (self.both - log).exp_().flatten(2, 3).split([x.shape[-1] for x in self.logits], -1)
+        both = (self.both - log).exp_().flatten(2, 3)
+        weights = self._dropped(both).split([x.shape[-1] for x in self.logits], -1)
         sums: Tensor = weights[0] @ self.values[0]
         for share, value in zip(weights[1:], self.values[1:], strict=True):
             sums = sums + share @ value
+        if self.call.dropout:  # of the weights of values, not of what they are divided by
+            sums = torch.cat([sums[..., :-1], both.sum(-1, keepdim=True)], -1)
         return sums.view(self.rows, self.chunks * self.size, self.repeats, sums.shape[-1])[:, : self.length]
+
+    def _dropped(self, weights: Tensor) -> Tensor:
+        """Weights with some of them 0 and the others divided by what is left, the same whenever they are asked for."""
+        call = self.call
+        if not call.dropout or call.seed is None:
+            return weights
+        keep, generator = 1 - call.dropout, torch.Generator(weights.device)
+        generator.manual_seed((int(call.seed) + 1_000_003 * self.start) % (1 << 62))
+        drops = torch.empty_like(weights).bernoulli_(keep, generator=generator)
+        return weights * drops.mul_(1 / keep if keep else 0.0)
 
     def _add_window(self) -> None:
         call, size = self.call, self.size

@@ -54,21 +54,21 @@ class _Run(NamedTuple):
     def is_whole(self) -> bool:
         """Whether queries and keys are the same tokens, all of a sequence."""
         call = self.call
-        return call.window > 0 and not call.offset and not call.state and call.query.shape[2] == call.key.shape[2]
+        sums = call.state or call.right_state
+        return call.window > 0 and not call.offset and not sums and call.query.shape[2] == call.key.shape[2]
 
     @property
     def is_plain(self) -> bool:
         """Whether of such a call the near part is softmax of all keys of its window, see `near_plain`."""
         call = self.call
-        return call.key_mask is None and not call.bias and (not call.sinks or self.leading > 0)
+        whole = call.key_mask is None and not call.bias and not call.dropout
+        return whole and (not call.sinks or self.leading > 0)
 
 
 def plain_near_far_attention(
     call: NearFarCall, *, leading: int = 0, streams: bool = True
 ) -> tuple[Tensor, list[Tensor]]:
     """Attend; call and results as those of `near_far.near_far_attention`.
-
-    Weights are not dropped; with a slope the map is positive.
 
     Args:
         call: the inputs.
@@ -78,20 +78,20 @@ def plain_near_far_attention(
     """
     batch, heads, length, _ = call.query.shape
     numbers = heads * max(call.features * (1 if call.is_causal else 2), near_numbers(call))
-    blocks = sample_blocks(batch, length, numbers)
+    blocks = sample_blocks(call.query, length, numbers)
     if len(blocks) > 1:
         parts = [plain_near_far_attention(_samples(call, b), leading=leading, streams=streams) for b in blocks]
         return torch.cat([x for x, _ in parts]), [torch.cat(x) for x in zip(*(y for _, y in parts), strict=True)]
     phi = None
     if call.spec:
-        phi = make_map(lookup(call.spec), call.tensors, call.far_scale, True, parts=True)
+        phi = make_map(lookup(call.spec), call.tensors, call.far_scale, True, parts=True, fades=len(call.bias) > 2)
     run = _Run(call, phi, causal_chunk(length), leading)
-    segments, learned = list(spans(length, batch * numbers, run.size)), _tensors(call)
+    segments, learned = spans(call.query, batch * numbers, run.size), _tensors(call)
     if len(segments) == 1 and run.is_whole:
         out, kept = recomputed(partial(_attend_whole, run), learned=learned)
         return out, _stored(run, kept) if streams else []
     rights: dict[tuple[int, int], RowSums] = {}
-    kept = None
+    kept = phi.load(call.right_state) if phi is not None and call.right_state else None
     for segment in reversed(segments) if phi is not None and not call.is_causal else ():
         rights[segment], kept = recomputed(partial(_side, run, segment, True), kept, learned=learned)
     kept = phi.load(call.state) if phi is not None and call.state else None
@@ -118,6 +118,7 @@ def _samples(call: NearFarCall, block: slice) -> NearFarCall:
         sinks=[x[block] for x in call.sinks],
         tensors=of_samples(call.tensors, block),
         state=[x[block] for x in call.state],
+        right_state=[x[block] for x in call.right_state],
         key_mask=key_mask,
         far_mask=far_mask,
     )
@@ -126,7 +127,7 @@ def _samples(call: NearFarCall, block: slice) -> NearFarCall:
 def _tensors(call: NearFarCall) -> list[Tensor]:
     """All that may have a gradient."""
     single = [call.query, call.key, call.value] + ([] if call.beta is None else [call.beta])
-    return [*single, *call.sinks, *call.bias, *call.tensors]
+    return [*single, *call.sinks, *call.bias, *call.tensors, *call.state, *call.right_state]
 
 
 def _attend(
@@ -233,13 +234,28 @@ def _side(run: _Run, segment: tuple[int, int], mirror: bool, kept: Kept | None) 
     keys, slope = _keys(run, start + shift, end + shift), _slope(call)
     if mirror:
         queries, keys = _flipped(queries), _flipped(keys)
-    more = {} if slope is None else {"slope": slope}
-    part, kept = phi.causal(queries, keys, kept, size, **more)
     if isinstance(phi, SignedMap):
-        part = own_scale(part)
+        part, kept = _signed_side(phi, queries, keys, kept, size, slope)
+    else:
+        more = {} if slope is None else {"slope": slope}
+        part, kept = phi.causal(queries, keys, kept, size, **more)
     if mirror:
         part = RowSums(*(None if x is None else x.flip(1) for x in part))  # type: ignore[arg-type]
     return _times_factor(call, part, mirror), kept
+
+
+def _signed_side(
+    phi: SignedMap, queries: Mapped, keys: Mapped, kept: Kept | None, size: int, slope: Tensor | None
+) -> tuple[RowSums, Kept]:
+    """The far rows of a signed map, whose sums before and after are relative to the next query."""
+    if slope is None:
+        part, kept = phi.causal(queries, keys, kept, size)
+        return own_scale(part), kept
+    decay = -slope.expand(-1, keys.phi.shape[1], -1)
+    if kept is not None:
+        kept = kept._replace(top=kept.top + slope.squeeze(2))
+    part, after = phi.causal(queries, keys, kept, size, decay)
+    return own_scale(part), after._replace(top=after.top - slope.squeeze(2))
 
 
 def _flipped(mapped: Mapped) -> Mapped:
@@ -271,7 +287,7 @@ def _beyond(run: _Run, low: int, high: int, kept: Kept | None, mirror: bool) -> 
     if slope is not None:
         away = torch.arange(high - low, device=slope.device)
         away = away + 1 if mirror else high - low - away
-        keys = keys[0] - slope * away.unsqueeze(1), keys[1]
+        keys = run.phi.faded(keys, -slope * away.unsqueeze(1))
     return run.phi.absorb(keys, kept)
 
 

@@ -69,7 +69,7 @@ def states_before(sums: Tensor, edges: Tensor, later: Tensor, fade: Tensor | Non
     if fade is not None:
         gaps = gaps - fade.unsqueeze(3) * torch.arange(group, device=fade.device)
     states = inside[:, :, :, :-1]
-    states.addcmul_(gaps.exp_().unsqueeze(-1), before.unsqueeze(3))
+    states.addcmul_(gaps.exp_().to(states.dtype).unsqueeze(-1), before.unsqueeze(3))
     return states.transpose(2, 3).flatten(1, 2)[:, :count], whole
 
 
@@ -81,7 +81,7 @@ def _triangle(sums: Tensor, tops: Tensor, later: Tensor, fade: Tensor | None) ->
     if fade is not None:
         places = torch.arange(count + 1, device=fade.device)
         hidden = hidden + fade.unsqueeze(3) * (places.unsqueeze(1) - places[1:])
-    decay = gaps.sub_(hidden).exp_()
+    decay = gaps.sub_(hidden).exp_().to(sums.dtype)
     if tops.shape[1] == 1:  # one decay for all features
         return (decay.squeeze(1) @ sums.flatten(2)).view(-1, count + 1, *sums.shape[2:]).transpose(1, 2)
     return decay @ sums.transpose(1, 2)
@@ -287,6 +287,11 @@ class PositiveMap:
             return keys
         ends = (0, 0, before, after)
         return F.pad(keys[0], ends, value=-torch.inf), F.pad(keys[1], ends)
+
+    @staticmethod
+    def faded(keys: tuple[Tensor, Tensor], log: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys times ``exp(log)``, (N, S, 1)."""
+        return keys[0] + log, keys[1]
 
     @staticmethod
     def load(state: Sequence[Tensor]) -> KeySums:

@@ -6,6 +6,9 @@ Where keys carry log factors ``r_j``, a causal row is relative to the largest th
 push it out of range: factors are numbers per key, and those of all pairs of a chunk, ``exp(r_j - max_{j' <= i} r_j')``,
 fit into one triangle. There is nothing to cut into quarters.
 
+A decay per token is a factor, too: relative to the start of its chunk a key has ``r_j - G_j``, where G sums up the log
+decays so far. Sums of whole chunks are counted from the start of the segment, in float64 where the device has it.
+
 The guard's sum of lengths rides on the others as one more feature, which meets the column of ones alone.
 """
 
@@ -22,7 +25,7 @@ from kernelformer.attention.plain.layout import RowSums, in_chunks, with_ones
 from kernelformer.attention.plain.positive import GROUP, later_than, states_before
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.reference import GUARD
-from kernelformer.contract import SignedSpec, compute_dtype
+from kernelformer.contract import SignedSpec, compute_dtype, wide_dtype
 
 
 class SignedQueries(NamedTuple):
@@ -53,12 +56,23 @@ class SignedSums(NamedTuple):
 
 
 class SignedMap:
-    """A map by its values with its tensors, and its sums; arguments as those of `positive.PositiveMap`."""
+    """A map by its values with its tensors, and its sums; arguments as those of `positive.PositiveMap`.
+
+    Args:
+        fades: sums lose weight with distance, so that they have a scale even if the map has no log factor.
+    """
 
     def __init__(
-        self, spec: SignedSpec, tensors: Sequence[Tensor], scale: float, normalize: bool, parts: bool = False
+        self,
+        spec: SignedSpec,
+        tensors: Sequence[Tensor],
+        scale: float,
+        normalize: bool,
+        parts: bool = False,
+        fades: bool = False,
     ) -> None:
         self.spec, self.tensors, self.scale, self.normalize = spec, tensors, scale, normalize
+        self.scaled = spec.has_factor or fades
         self.cancels = normalize and not parts  # what queries, or all rows, share
         self.guard, self.length = normalize and spec.guarded, spec.length(self.cancels)
 
@@ -113,21 +127,24 @@ class SignedMap:
         sums = torch.cat([kv, k_sum], 2)
         if self.guard:
             sums = torch.cat([sums, F.pad(norm_sum, (kv.shape[2], 0))], 1)
+        if not self.scaled:  # sums are in units of 1
+            scale = torch.zeros_like(scale)
         top = scale.detach().clamp_min(EMPTY)
-        return SignedSums(top.squeeze(2), sums * (scale - top).exp() if self.spec.has_factor else sums)
+        return SignedSums(top.squeeze(2), sums * (scale - top).exp())
 
     def store(self, kept: SignedSums, groups: int) -> list[Tensor]:
         """To the four tensors of a state."""
         features = kept.sums.shape[1] - int(self.guard)
         sums, width = kept.sums[:, :features], kept.sums.shape[2] - 1
         norm_sum = kept.sums[:, features:, width:] if self.guard else sums.new_zeros(sums.shape[0], 1, 1)
-        tensors = (kept.top.unsqueeze(2), sums[..., :width], sums[..., width:], norm_sum)
+        top = kept.top if self.scaled else torch.full_like(kept.top, EMPTY)
+        tensors = (top.unsqueeze(2), sums[..., :width], sums[..., width:], norm_sum)
         return [x.unflatten(0, (x.shape[0] // groups, groups)) for x in tensors]
 
     def absorb(self, keys: SignedKeys, before: SignedSums | None) -> SignedSums:
         """Sums of all keys, and of those before them."""
-        top, phi = _empty_top(keys.phi) if before is None else before.top, keys.phi
-        if keys.factor is not None:
+        top, phi = self._empty_top(keys.phi) if before is None else before.top, keys.phi
+        if keys.factor is not None and phi.shape[1]:
             top = torch.maximum(top, keys.factor.detach().amax(1))
             phi = phi * (keys.factor - top.unsqueeze(1)).exp_()
         sums = phi.mT @ keys.value
@@ -142,38 +159,68 @@ class SignedMap:
         guard = self.lengths(phi) * kept.sums[:, None, features:, -1:] if self.guard else None
         return RowSums(self._log(queries, kept.top.view(-1, 1, 1)), sums, guard)
 
-    def _log(self, queries: SignedQueries, top: Tensor) -> Tensor:
-        """The log of the size of a row; the scale of keys without factors is 0, whatever the state says."""
-        log = top if self.spec.has_factor else torch.zeros_like(top)
-        return log if queries.factor is None else log + queries.factor.squeeze(3)
+    @staticmethod
+    def _log(queries: SignedQueries, top: Tensor) -> Tensor:
+        """The log of the size of a row."""
+        return top if queries.factor is None else top + queries.factor.squeeze(3)
+
+    def _empty_top(self, like: Tensor) -> Tensor:
+        """The largest log factor of no keys, (N, 1)."""
+        return like.new_full((like.shape[0], 1), EMPTY if self.scaled else 0.0)
+
+    @staticmethod
+    def faded(keys: SignedKeys, log: Tensor) -> SignedKeys:
+        """Keys times ``exp(log)``, (N, S, 1)."""
+        return keys._replace(factor=log + keys.phi.new_zeros(1) if keys.factor is None else keys.factor + log)
 
     def causal(
-        self, queries: SignedQueries, keys: SignedKeys, before: SignedSums | None, size: int
+        self,
+        queries: SignedQueries,
+        keys: SignedKeys,
+        before: SignedSums | None,
+        size: int,
+        decay: Tensor | None = None,
     ) -> tuple[RowSums, SignedSums]:
-        """What queries get from the keys up to their own, and from those before; as `positive.PositiveMap.causal`."""
+        """What queries get from the keys up to their own, and from those before.
+
+        Args:
+            queries: mapped queries.
+            keys: as many mapped keys.
+            before: sums of earlier keys.
+            size: tokens of a chunk.
+            decay: (N, L, 1), what each token adds to the logarithms of all earlier weights; at most 0.
+
+        Returns:
+            the rows' sums, and the sums after the last key.
+        """
         (rows, length, repeats, features), width = queries.phi.shape, keys.value.shape[2]
         phi_q, phi_k, value = (in_chunks(x, size) for x in (queries.phi, keys.phi, keys.value))
-        first_top = _empty_top(keys.phi) if before is None else before.top
+        first_top = self._empty_top(keys.phi) if before is None else before.top
         chunks, later = phi_k.shape[1], later_than(max(GROUP + 1, size), phi_k)
-        if keys.factor is None:
+        if keys.factor is None and decay is None:
             visible, share = (later[:size, :size] == 0).to(phi_k.dtype), None
             own, last = first_top.view(-1, 1, 1), first_top
             first = phi_k.new_zeros(rows, 1, phi_k.shape[3], width) if before is None else before.sums.unsqueeze(1)
             sums = torch.cat([first, phi_k.mT @ value], 1).cumsum(1)
             states, after = sums[:, :-1], sums[:, -1]
         else:
-            factor = in_chunks(keys.factor, size, -torch.inf)
-            top, edges = _tops(factor.detach(), first_top)
-            share, last = (edges[:, :-1].unsqueeze(2) - top).exp_(), edges[:, -1]
-            visible = (factor.mT - top).sub_(later[:size, :size]).exp_()
-            scaled = phi_k * (factor - edges[:, 1:].unsqueeze(2)).exp_()
+            factor = keys.phi.new_zeros(rows, length, 1) if keys.factor is None else keys.factor
+            factor, past = in_chunks(factor, size, -torch.inf), None
+            if decay is not None:
+                past = in_chunks(decay, size).cumsum(2)
+                factor = factor - past
+            top, edges, starts = _tops(factor.detach(), first_top, None if past is None else past[:, :, -1])
+            share, last = (edges[:, :-1].unsqueeze(2) - top).exp(), edges[:, -1]
+            visible = (factor.mT - top).sub_(later[:size, :size]).exp()
+            ends = edges[:, 1:] if past is None else edges[:, 1:] - past[:, :, -1]
+            scaled = phi_k * (factor - ends.unsqueeze(2)).exp()
             sums = scaled.mT @ value
             if before is not None:  # one more chunk, before the first
                 sums = torch.cat([before.sums.unsqueeze(1), sums], 1)
-                edges = torch.cat([edges[:, :1], edges], 1)
-            states, after = states_before(sums, edges, later)
+                starts = torch.cat([starts[:, :1], starts], 1)
+            states, after = states_before(sums, starts, later)
             states = states[:, states.shape[1] - chunks :]
-            own = top.flatten(1, 2)[:, :length]  # (N, L, 1)
+            own = (top if past is None else top + past).flatten(1, 2)[:, :length]  # (N, L, 1)
         flat = phi_q.flatten(2, 3)
         past = flat @ states[:, :, :features]
         scores = (flat @ phi_k[..., :features].mT).unflatten(2, (size, repeats)) * visible.unsqueeze(-2)
@@ -197,16 +244,26 @@ class SignedMap:
         return (num / torch.where(some, den, 1.0)).masked_fill(~some, 0)
 
 
-def _empty_top(like: Tensor) -> Tensor:
-    """The largest log factor of no keys, (N, 1)."""
-    return like.new_full((like.shape[0], 1), EMPTY)
+def _tops(factor: Tensor, first: Tensor, past: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest log factor up to each key (N, n, C, 1), and up to each edge of a chunk (N, n + 1, 1) in two ways.
 
+    Args:
+        factor: (N, n, C, 1), counted from the start of a chunk.
+        first: (N, 1), the largest before the first chunk.
+        past: (N, n, 1), the log decay over each chunk; None: none.
 
-def _tops(factor: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest log factor up to each key, (N, n, C, 1), and up to each edge of a chunk, (N, n + 1, 1)."""
+    Returns:
+        the largest up to each key; up to each edge, counted from there; and counted from the first edge.
+    """
     inside = factor.cummax(2).values
-    edges = torch.cat([first.unsqueeze(1), inside[:, :, -1]], 1).cummax(1).values
-    return torch.maximum(inside, edges[:, :-1].unsqueeze(2)), edges
+    if past is None:
+        edges = torch.cat([first.unsqueeze(1), inside[:, :, -1]], 1).cummax(1).values
+        return torch.maximum(inside, edges[:, :-1].unsqueeze(2)), edges, edges
+    sums = F.pad(past.detach().to(wide_dtype(past)).cumsum(1), (0, 0, 1, 0))  # (N, n + 1, 1)
+    starts = torch.cat([first.unsqueeze(1).to(sums.dtype), inside[:, :, -1] - sums[:, :-1]], 1).cummax(1).values
+    edges = (starts + sums).to(factor.dtype)
+    sums = F.pad(past.to(sums.dtype).cumsum(1), (0, 0, 1, 0))  # which the sums of chunks have their gradients from
+    return torch.maximum(inside, edges[:, :-1].unsqueeze(2)), edges, edges.to(sums.dtype) - sums
 
 
 def _per_row(x: Tensor, share: Tensor, repeats: int) -> Tensor:

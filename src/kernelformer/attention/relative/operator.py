@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from kernelformer.attention.blocks import gather_grads
-from kernelformer.attention.plain.layout import autograd_inside
+from kernelformer.attention.plain.layout import autograd_inside, transforms_active
 from kernelformer.attention.plain.pairs import BiasPairs, Rows, end_sums, pairs_attention, prepared, with_exact_rows
 from kernelformer.attention.relative.banded import AGAIN, Banded, BandedBackward, BandedCall
 from kernelformer.attention.relative.call import (
@@ -252,8 +251,7 @@ def relative_attention(call: RelativeCall, *, keep: int | None = None) -> tuple[
         raise ValueError("right_state holds keys that a causal call does not see; leave it out, or is_causal=False.")
     if (call.state or call.right_state) and call.window is None:
         raise ValueError("sums of keys have the bias beyond a window, got window=None; give window=, or all keys.")
-    transformed = forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
-    if not torch.compiler.is_compiling() and (transformed or not is_banded(call)):
+    if transforms_active() or not (torch.compiler.is_compiling() or is_banded(call)):
         return pairs_attention(call, keep=keep)
     tensors = {"query": call.query, "key": call.key, "value": call.value, "bias": call.bias, "slope": call.slope}
     no_tangents(**tensors, a_parameter_of_the_feature_map=call.tensors, state=call.state, right_state=call.right_state)
