@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import is_
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kernelformer.formatting import human_bytes
 
@@ -28,20 +28,30 @@ class Prepared:
     """
 
     tensors: tuple[Tensor, ...]
-    weights: tuple[Tensor, ...]
-    marks: tuple[tuple[int, int], ...]  # of the weights, see `mark`
+    weights: tuple[tuple[Mapping[str, object], str, object, tuple[int, int] | None], ...]
     how: tuple[object, ...]  # what else they depend on
 
     @staticmethod
-    def of(tensors: Sequence[Tensor], weights: Sequence[Tensor], how: tuple[object, ...]) -> Prepared:
-        """Record what tensors were made from."""
-        return Prepared(tuple(tensors), tuple(weights), tuple(map(mark, weights)), how)
+    def of(tensors: Sequence[Tensor], module: nn.Module, how: tuple[object, ...]) -> Prepared:
+        """Record that tensors were made from the parameters and floating point buffers of a module."""
+        weights: list[tuple[Mapping[str, object], str, object, tuple[int, int] | None]] = []
+        modules = [module]
+        for one in modules:  # grows on the way
+            for held in (one._parameters, one._buffers):
+                weights += [(held, n, x, mark(x)) for n, x in held.items() if x is not None and x.is_floating_point()]
+            parts = [(n, x) for n, x in one._modules.items() if x is not None]
+            weights += [(one._modules, n, x, None) for n, x in parts]
+            modules += [x for _, x in parts]
+        return Prepared(tuple(tensors), tuple(weights), how)
 
-    def made_from(self, weights: Sequence[Tensor], how: tuple[object, ...]) -> bool:
-        """Return True if these are still the weights, unwritten since, and all else is the same too."""
-        if self.how != how or len(self.weights) != len(weights):
+    def made_from(self, how: tuple[object, ...]) -> bool:
+        """Return True if the weights are still in their places, unwritten since, and all else is the same too."""
+        if self.how != how:
             return False
-        return all(map(is_, weights, self.weights)) and tuple(map(mark, weights)) == self.marks
+        for held, name, x, known in self.weights:
+            if held.get(name) is not x or (known is not None and mark(cast(Tensor, x)) != known):
+                return False
+        return True
 
 
 def mark(x: Tensor) -> tuple[int, int]:

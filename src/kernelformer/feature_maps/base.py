@@ -139,6 +139,11 @@ class FeatureMap(nn.Module):
         """Settings and draw that determine the function: a state fits only maps with equal ones."""
         return {**self.options, "seed": self.seed_number, "draw number": self.draw_number}
 
+    @property
+    def stamp(self) -> tuple[object, ...]:
+        """What `identity` is made of, which every step compares."""
+        return self.options, self.seed_number, self.draw_number
+
     def _noise(self, draw: int) -> Tensor:
         """Draw number ``draw`` of frequencies, (heads, num_features, D)."""
         gen = generator(self.seed_number, draw)
@@ -164,20 +169,6 @@ class FeatureMap(nn.Module):
             if after is not None and after.dtype in (torch.float16, torch.bfloat16):
                 self._buffers[name] = before.to(after.device)
         return self
-
-    def learned_weights(self) -> list[Tensor]:
-        """Parameters and draws in a fixed order; faster than `parameters`, since every step calls it.
-
-        Draws are among them since they can be written, or another tensor be put in their place, under the same number.
-        """
-        weights: list[Tensor] = []
-        modules: list[nn.Module | None] = [self]
-        for module in modules:  # grows on the way
-            if module is not None:
-                weights += [x for x in module._parameters.values() if x is not None]
-                weights += [x for x in module._buffers.values() if x is not None and x.is_floating_point()]
-                modules += module._modules.values()
-        return weights
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -197,10 +197,10 @@ class CalibratedMap(FeatureMap):
         digest = "" if self.statistics is None else self.statistics.digest
         return {**super().identity, **({"statistics": digest} if digest else {})}
 
-    def learned_weights(self) -> list[Tensor]:
-        """Weights of the map without the sums, from which only derived tensors follow."""
-        sums = None if self.statistics is None else self.statistics.moments
-        return [x for x in super().learned_weights() if x is not sums]
+    @property
+    def stamp(self) -> tuple[object, ...]:
+        """Stamp of the map with its statistics."""
+        return *super().stamp, None if self.statistics is None else self.statistics.digest
 
     def check_calibration(self, scale: float) -> None:
         """Raise a ValueError if a calibration would overwrite something; ``scale`` is that of the core."""

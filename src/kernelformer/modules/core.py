@@ -244,13 +244,15 @@ class AttentionCore(Calibrated):
             call = replace(call, bias=check_step_bias(bias, slope, self.num_heads))
         if call.gate is not None:
             self._check_gate(call)
-        if segment_ids is not None or state is not None:
+        if segment_ids is not None or (state is not None and state.last_id is not None):
             check_packed(self, call)
         if is_exporting():
             check_export(self, call)
-        dtype = call.query.dtype
-        out, after = within_transforms(self.method, self._step, self._normalized(enter_segment(self, call)))
-        return out.to(dtype), after if segment_ids is None else replace(after, last_id=last_id(call))
+        given = call if segment_ids is None else enter_segment(self, call)
+        given = self._normalized(given) if self.normalize_qk else given
+        out, after = within_transforms(self.method, self._step, given)
+        out = out if out.dtype == call.query.dtype else out.to(call.query.dtype)
+        return out, after if segment_ids is None else replace(after, last_id=last_id(call))
 
     def remember(self, key: Tensor, value: Tensor, *, key_mask: Tensor | None = None) -> State:
         """Summarize a whole context, (B, G, S, D) and (B, G, S, E), for `recall`; here all of it is kept."""

@@ -177,11 +177,11 @@ class KernelCore(AttentionCore):
         phi, biased = self.feature_map, self._by_query_head(call)
         keeps = call.in_stream and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if keeps and not torch._C._are_functorch_transforms_active():
-            weights, kind = phi.learned_weights(), (compute_dtype(call.query.dtype), call.query.device)
-            how = (*kind, call.scale, biased, phi.seed_number, phi.draw_number, torch.is_inference_mode_enabled())
+            kind = compute_dtype(call.query.dtype), call.query.device, torch.is_inference_mode_enabled()
+            how = (phi, *kind, call.scale, biased, phi.seed_number, phi.draw_number)
             kept = self._prepared  # read once: a stream in another thread may put its own here at any time
-            if call.state is None or kept is None or not kept.made_from(weights, how):
-                self._prepared = kept = Prepared.of(self._prepare(call, biased), weights, how)
+            if call.state is None or kept is None or not kept.made_from(how):
+                self._prepared = kept = Prepared.of(self._prepare(call, biased), phi, how)
             return kept.tensors
         return self._prepare(call, biased)
 
@@ -327,12 +327,13 @@ class KernelCore(AttentionCore):
         )
 
     def _fits(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[object, ...]:
-        if torch.compiler.is_compiling() or not all(isinstance(x, Tensor) for x in (query, key, value)):
+        if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
             return ()
-        if autocasts(query.device.type):
+        if torch.compiler.is_compiling() or autocasts(query.device.type):
             return ()
         kinds = (query.dtype, key.dtype, value.dtype, query.device, key.device, value.device)
-        return (query.shape, key.shape, value.shape, kinds, self._made_by(scale))
+        own = (self.normalize, self.normalize_qk, self.window, self.sinks, self.near_scale)
+        return (query.shape, key.shape, value.shape, kinds, self.method, self.feature_map.stamp, scale, own)
 
     def _normalizes_itself(self, call: Call) -> bool:
         return call.bias is not None and not self.has_near and not call.in_stream and self.biased.normalize_qk
