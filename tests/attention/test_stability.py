@@ -9,7 +9,7 @@ import torch
 
 import kernelformer as kf
 from definition import attend, build, inputs
-from kernelformer.attention import positive, reference
+from kernelformer.attention import positive, reference, strips
 
 pytestmark = pytest.mark.usefixtures("no_matrices")
 
@@ -205,3 +205,28 @@ def test_nan_and_inf_stay_in_their_sample_and_head(method, is_causal, bad, which
     same = torch.ones(2, 4, dtype=torch.bool)
     same[1, 2] = False
     torch.testing.assert_close(after[same], before[same], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_far_rows_that_near_keys_dwarf_are_right_to_float64(is_causal, biased, monkeypatch):
+    core = kf.build_attention("favor+", head_dim=8, num_heads=4, num_features=16, window=20, sinks=2).double()
+    q, k, v = inputs(300, D=8, dtype=torch.float64)
+    k = 9 * k
+    k[:, :, 150:152] *= 0.05  # features fall with the norm: these two keys dwarf all others, and are near for 40 rows
+    table = torch.randn(4, 19, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    bias = table[:, torch.arange(-299, 300).clamp(-9, 9) + 9]
+    how = {"bias": bias, "max_distance": 9} if biased else {}
+    leaves = [x.requires_grad_() for x in (q, k, v)] + [table] * biased
+    mask = torch.ones(2, 300, dtype=torch.bool)
+    mask[0, 3:40:5] = False
+    rescued, found = [], []
+    original = strips.rescue_backward
+    monkeypatch.setattr(strips, "rescue_backward", lambda *a: rescued.append(1) or original(*a))
+    for lost in (1e-2, 0.0):  # rescue what is not lost, so that both ways can be compared
+        monkeypatch.setattr(positive, "LOST", lost)
+        out = core(*leaves[:3], is_causal=is_causal, key_mask=mask, **how)
+        found.append([out, *torch.autograd.grad(out.square().sum(), leaves, retain_graph=True)])
+    assert rescued
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)

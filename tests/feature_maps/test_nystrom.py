@@ -11,7 +11,7 @@ from torch.autograd import gradcheck
 import kernelformer as kf
 from definition import close, inputs
 from kernelformer.feature_maps import NystromMap
-from kernelformer.feature_maps.landmarks import inverse_root, inverse_square_root, landmark_gram
+from kernelformer.feature_maps.landmarks import inverse_root, iterated_inverse, landmark_gram
 from kernelformer_lab.analysis.spectra import kernel_profile
 
 SIZES = {"head_dim": 8, "num_heads": 4}
@@ -70,14 +70,46 @@ def grams(gamma, s=40, count=3):
 
 @pytest.mark.parametrize("gamma", [10.0, 1e-2, 1e-4])
 @pytest.mark.parametrize("spread", [1.0, 1e-2, 0.0])  # equal tokens have the largest condition number of all
-def test_the_iteration_gives_the_root_of_the_inverse_without_a_factorization(gamma, spread, monkeypatch):
+def test_the_iteration_gives_the_inverse_without_a_factorization(gamma, spread, monkeypatch):
     for name in ("cholesky", "cholesky_ex", "eigh", "inv", "solve", "solve_triangular"):
         monkeypatch.setattr(torch.linalg, name, None)
     z = torch.randn(2, 100, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     matrix = landmark_gram(spread * z, None, gamma)  # condition numbers to 1e6
-    root = inverse_root(matrix, "iterative", gamma)
-    close(root, root.transpose(-1, -2), 1e-8)
-    assert (root @ root.transpose(-1, -2) @ matrix - torch.eye(100)).abs().max() < 1e-8
+    inverse = iterated_inverse(matrix, gamma)
+    close(inverse, inverse.transpose(-1, -2), 1e-8)
+    # Rounding grows with the square of the condition number, about 100 / gamma for equal tokens.
+    assert (inverse @ matrix - torch.eye(100)).abs().max() < 1e-8 * max(1, (1e-3 / gamma) ** 2)
+
+
+def published_iteration(matrix, rounds):
+    """Skyformer, Sec. 4.4, with V = I at the start: one matrix, line by line."""
+    eye = torch.eye(len(matrix), dtype=matrix.dtype)
+    d = torch.diag(1 / matrix.sum(1).sqrt())
+    a, v = d @ matrix @ d, eye
+    for _ in range(rounds):
+        v = v / 4 @ (13 * eye - a @ v @ (15 * eye - a @ v @ (7 * eye - a @ v)))
+    return d @ v @ d
+
+
+@pytest.mark.parametrize("kernel", ["gaussian", "softmax"])
+def test_attention_is_that_of_the_papers_iteration_with_the_inverse_on_one_side(kernel):
+    q, k, v = inputs(30, B=1, H=1, G=1)
+    core = kf.build_attention(
+        "skyformer", head_dim=8, num_heads=1, num_landmarks=12, kernel=kernel, inverse="iterative", gamma=1e-2
+    )
+    x, y, values = q[0, 0] * 8**-0.25, k[0, 0] * 8**-0.25, v[0, 0]
+    points, _, _, centre = (t[0, 0] for t in core.feature_map.prepare(q, k, None, core.scale))
+    z = points + centre * 8**-0.25
+
+    def kappa(a, b):
+        return (-0.5 * (a.unsqueeze(1) - b).square().sum(-1)).exp()
+
+    inverse = published_iteration(kappa(z, z) + 1e-2 * torch.eye(12, dtype=z.dtype), 30)
+    weights = kappa(x, z) @ inverse @ kappa(z, y)
+    if kernel == "softmax":
+        weights = weights * (0.5 * y.square().sum(1)).exp()
+        weights = weights / weights.sum(1, keepdim=True)
+    close(core(q, k, v)[0, 0], weights @ values, 1e-10)
 
 
 @pytest.mark.parametrize("gamma", [0.1, 1e-5])
@@ -101,9 +133,9 @@ def test_lemma_3_as_corrected():
 
 def test_one_matrix_does_not_change_another():
     matrix = grams(1e-2)
-    alone = inverse_square_root(matrix[:1], 1e-2)
+    alone = iterated_inverse(matrix[:1], 1e-2)
     other = torch.cat([matrix[:1], 100 * matrix[1:]])
-    assert torch.equal(inverse_square_root(other, 1e-2)[:1], alone)
+    assert torch.equal(iterated_inverse(other, 1e-2)[:1], alone)
 
 
 @pytest.mark.parametrize("landmarks", WHOLE)
@@ -248,17 +280,27 @@ def off(core, qkv) -> list[float]:
     return [float(((b - a).norm() / a.norm()).detach()) for a, b in zip(*results, strict=True)]
 
 
-@pytest.mark.parametrize("inverse", ["cholesky", "iterative"])
 @pytest.mark.parametrize("gamma", [1e-3, 1e-6])
 @pytest.mark.parametrize("shift", [0.0, 30.0])
-def test_float32_does_not_multiply_rounding_by_the_inverse(inverse, gamma, shift):
+def test_float32_does_not_multiply_rounding_by_the_inverse(gamma, shift):
     """Tokens near each other, where M is almost singular; far from 0 just as well."""
+    out, dq, dk, dv = off(*nearly_equal_tokens("cholesky", gamma, shift))
+    assert max(out, dv) < 2e-6
+    assert max(dq, dk) < 5e-4
+
+
+@pytest.mark.parametrize("gamma", [1e-3, 1e-6])
+def test_the_iteration_keeps_three_digits_in_float32(gamma):
+    """Its whole inverse is on one side."""
+    out, _, _, dv = off(*nearly_equal_tokens("iterative", gamma, 0.0))
+    assert max(out, dv) < 5e-4
+
+
+def nearly_equal_tokens(inverse, gamma, shift):
     gen = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, 256, 64, generator=gen, dtype=torch.float64) for _ in range(3))
     core = kf.build_attention("skyformer", head_dim=64, num_heads=1, gamma=gamma, inverse=inverse)
-    out, dq, dk, dv = off(core, (0.1 * q + shift, 0.1 * k + shift, v))
-    assert max(out, dv) < {"cholesky": 2e-6, "iterative": 5e-6}[inverse]  # more cancels in a symmetric root
-    assert max(dq, dk) < 5e-4
+    return core, (0.1 * q + shift, 0.1 * k + shift, v)
 
 
 @pytest.mark.parametrize("landmarks", ["segments", "learned"])
@@ -307,16 +349,35 @@ def test_a_sample_of_nan_spares_the_others(landmarks, inverse):
     assert results[1][0][1].isnan().any()
 
 
-@pytest.mark.parametrize("inverse", ["cholesky", "iterative"])
-def test_the_root_has_exact_gradients_and_fails_one_matrix_at_a_time(inverse):
+@pytest.mark.parametrize("invert", [inverse_root, lambda x: iterated_inverse(x, 1e-2)])
+def test_inverses_have_exact_gradients_and_fail_one_matrix_at_a_time(invert):
     z = torch.randn(2, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    assert gradcheck(lambda z: inverse_root(landmark_gram(z, None, 0.1), inverse, 0.1), [z])
+    assert gradcheck(lambda z: invert(landmark_gram(z, None, 0.1)), [z])
     matrix = grams(1e-2)
-    alone = inverse_root(matrix, inverse, 1e-2)
+    alone = invert(matrix)
     matrix[1] = -matrix[1]
-    with_another = inverse_root(matrix, inverse, 1e-2)
+    with_another = invert(matrix)
     assert torch.equal(with_another[[0, 2]], alone[[0, 2]])
     assert with_another[1].isnan().any()
+
+
+@pytest.mark.parametrize("inverse", ["cholesky", "iterative"])
+def test_learned_landmarks_step_by_step_equal_all_at_once(inverse):
+    q, k, v = inputs(12)
+    core = skyformer(num_landmarks=6, landmarks="learned", gamma=0.1, inverse=inverse).double()
+    want, state, parts = core(q, k, v, is_causal=True), None, []
+    for t in range(12):
+        out, state = core.step(q[:, :, t : t + 1], k[:, :, t : t + 1], v[:, :, t : t + 1], state)
+        parts.append(out)
+    close(torch.cat(parts, 2), want)
+
+
+def test_a_state_of_one_inverse_is_refused_by_the_other():
+    q, k, v = inputs(3)
+    cores = [skyformer(num_landmarks=6, landmarks="learned", inverse=x) for x in ("cholesky", "iterative")]
+    _, state = cores[0](q, k, v, is_causal=True, return_state=True)
+    with pytest.raises(ValueError, match="inverse"):
+        cores[1](q, k, v, is_causal=True, state=state)
 
 
 @pytest.mark.parametrize("options", [{"landmarks": x} for x in WHOLE] + [{"kernel": "softmax", "align": True}])

@@ -23,6 +23,19 @@ def matrix(table, L, S):
     return table[:, torch.arange(S) - torch.arange(L).unsqueeze(1) + L - 1]
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("window", [1, 7, 8, 9, 16, 40])
+def test_windows_and_lengths_around_whole_blocks_are_right(window, is_causal, small_blocks):
+    core = kf.build_attention("favor+", head_dim=8, num_heads=4, num_features=16, window=window, sinks=1).double()
+    for length in (1, 7, 8, 9, 37):
+        qkv, how = inputs(length, G=2, grad=True), {"is_causal": is_causal, "key_mask": padding(2, length)}
+        both = (core(*qkv, **how), core(*qkv, **how, algorithm="plain"))
+        close(*both)
+        grads = (torch.autograd.grad(x.square().sum(), qkv) for x in both)
+        for got, expected in zip(*grads, strict=True):
+            close(got, expected)
+
+
 def clipped(reach, L=L, S=L, seed=3):
     """A bias over the distances of L queries and S keys, constant beyond ``reach``; and its free entries."""
     free = torch.randn(4, 2 * reach + 1, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))

@@ -37,20 +37,7 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareSettings(Settings):
-    """Settings of `prepare`.
-
-    Args:
-        texts: paths of files and folders, see `data.text_files.TextStream`.
-        tokenizer: "bytes", a ``tokenizer.json``, a folder with one or of a run, or a name on the hub.
-        out: folder of the shards.
-        column: of the texts in ``.jsonl``, ``.csv`` and ``.tsv`` files.
-        pattern: which files of a folder, as a glob; None: "**/*.txt".
-        validation_share: of texts that have no splits of their own.
-        test_share: the same for the test; training has the rest.
-        shard_tokens: tokens of a shard.
-        skip_bad: leave bad rows out, and say how many, instead of raising at the first.
-        seed: of the division of rows.
-    """
+    """Settings of `prepare`; see `data.text_files.TextStream` for the texts."""
 
     texts: tuple[str, ...] = option(
         help="files (plain text, or .jsonl, .csv, .tsv with a column of texts) and folders",
@@ -134,12 +121,7 @@ def prepare(
 
 
 def _write_shards(
-    out: Path,
-    stream: TextStream,
-    tokenizer: ShardTokenizer,
-    whole: int,
-    log: Log,
-    progress: Callable[[int, int], None],
+    out: Path, stream: TextStream, tokenizer: ShardTokenizer, whole: int, log: Log, progress: Callable[[int, int], None]
 ) -> dict[str, ShardSplit]:
     """Tokenize all pieces, a round at a time, and write what they give."""
 

@@ -135,12 +135,7 @@ class BigBirdLayer(SparseAttention):
         blocked, band, rows, columns = BigBirdModel.create_masks_for_block_sparse_attn(real, self.multiple)
         with _numpy_state_kept():
             out: Tensor = self.layer(
-                x,
-                band_mask=band,
-                from_mask=rows,
-                to_mask=columns,
-                from_blocked_mask=blocked,
-                to_blocked_mask=blocked,
+                x, band_mask=band, from_mask=rows, to_mask=columns, from_blocked_mask=blocked, to_blocked_mask=blocked
             )[0]
         return out
 
@@ -179,11 +174,7 @@ class LongformerLayer(SparseAttention):
         # Below 0: hidden, 0: seen from nearby, above 0: seen by all.
         kind = x.new_zeros(x.shape[:2]).masked_fill(hidden, -10000.0).masked_fill(first, 10000.0)
         out: Tensor = self.layer(
-            x,
-            attention_mask=kind,
-            is_index_masked=hidden,
-            is_index_global_attn=first,
-            is_global_attn=bool(first.any()),
+            x, attention_mask=kind, is_index_masked=hidden, is_index_global_attn=first, is_global_attn=bool(first.any())
         )[0]
         return out
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from kernelformer.errors import WorkerError
 from kernelformer.lazy import LAYERS
 from kernelformer_lab.bench.settings import HEAPS, MEMORY_HEAP, PASSES
+from kernelformer_lab.bench.timing import Step
 from kernelformer_lab.studies import encoder
 from kernelformer_lab.studies import encoder as measured
 from kernelformer_lab.studies.base import Record
@@ -70,16 +71,16 @@ def test_the_bound_still_projects_queries_and_keys():
     for block in model.stack.blocks:
         block.attention.query.register_forward_hook(lambda *_: seen.append("query"))
         block.attention.key.register_forward_hook(lambda *_: seen.append("key"))
-    step(model, TINY.tokens(), "forward")
+    step(model, TINY.tokens(), "forward").run()
     assert seen == ["query", "key"] * 2
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_training_gives_every_parameter_its_gradient(name):
     model = build(TINY, name)
-    step(model, TINY.tokens(), "forward")
+    step(model, TINY.tokens(), "forward").run()
     assert all(x.grad is None for x in model.parameters())
-    step(model, TINY.tokens(), "forward + backward")
+    step(model, TINY.tokens(), "forward + backward").run()
     missing = [key for key, x in model.named_parameters() if x.grad is None]
     alone = ("attention.query.weight", "attention.query.bias", "attention.key.weight", "attention.key.bias")
     assert missing == ([f"stack.blocks.{i}.{x}" for i in range(2) for x in alone] if name == "opt" else [])
@@ -91,7 +92,7 @@ def test_training_gives_every_parameter_its_gradient(name):
 def test_both_bounds_give_the_last_block_the_same_gradients():
     models = [build(TINY, name) for name in ("opt", "opt+qk")]
     for model in models:
-        step(model, TINY.tokens(), "forward + backward")
+        step(model, TINY.tokens(), "forward + backward").run()
     for part in ("value", "out"):
         one, two = (getattr(model.stack.blocks[-1].attention, part).weight.grad for model in models)
         torch.testing.assert_close(one, two)
@@ -112,11 +113,13 @@ def test_all_attentions_of_a_pass_are_timed_together():
 
 
 def test_an_attention_that_runs_out_of_memory_is_noted_and_the_others_go_on(monkeypatch):
-    def run(model, tokens, kind):
-        if not isinstance(model.stack.blocks[0].attention.core, measured.Values):
+    def run(model, forward, kind):
+        def fail():
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory\nmore")
 
-    monkeypatch.setattr(measured, "step", run)
+        return Step(forward if isinstance(model.stack.blocks[0].attention.core, measured.Values) else fail)
+
+    monkeypatch.setattr(measured, "model_step", run)
     result = measure("time", vars(TINY), {"forward": ["softmax", "opt"]}, 2, 1e-9)["forward"]
     assert result["softmax"] == {"problem": "DefaultCPUAllocator: can't allocate memory"}
     assert result["opt"]["rounds"] == 2

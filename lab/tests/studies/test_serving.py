@@ -10,9 +10,9 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from kernelformer.hf import convert, new_cache  # noqa: E402
-from kernelformer_lab.studies import serving as measured  # noqa: E402
+from kernelformer_lab.studies import lengths  # noqa: E402
 from kernelformer_lab.studies import serving as study  # noqa: E402
-from kernelformer_lab.studies.lengths import TOKEN, curve  # noqa: E402
+from kernelformer_lab.studies.lengths import TOKEN, curve, prefill  # noqa: E402
 from kernelformer_lab.studies.serving import ServingSettings  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("quick_gc")
@@ -31,8 +31,8 @@ def here(monkeypatch):
         done.append((given["what"], given["length"], *given["names"]))
         return json.loads(json.dumps(work(**json.loads(json.dumps(given)))))
 
-    monkeypatch.setattr(measured, "SIZES", SMALL)
-    monkeypatch.setattr(study, "run_in_process", run)
+    monkeypatch.setattr(study, "SIZES", SMALL)
+    monkeypatch.setattr(lengths, "run_in_process", run)
     return done
 
 
@@ -44,7 +44,7 @@ def test_a_prompt_in_pieces_leaves_the_state_of_the_whole():
     logits = []
     for chunk in (23, 5):
         cache = new_cache(model)
-        measured.prefill(model, tokens, cache, chunk)
+        prefill(model, tokens, cache, chunk)
         with torch.no_grad():
             logits.append(model(tokens[:, :1], past_key_values=cache).logits)
         assert cache.get_seq_length() == 24

@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 from kernelformer.cli.app import app
 from kernelformer.errors import WorkerError
 from kernelformer.settings import given_as, options
-from kernelformer_lab.studies import STUDIES, base, encoder, find_study, lengths, positions, serving, sparsity
+from kernelformer_lab.bench.harness import fill_rows
+from kernelformer_lab.studies import STUDIES, base, encoder, find_study, lengths, positions, sparsity
 from kernelformer_lab.studies.conversion import ConversionSettings
 from kernelformer_lab.studies.encoder import EncoderSettings
 from kernelformer_lab.studies.sparsity import SparsitySettings
@@ -62,7 +63,7 @@ def quick(monkeypatch, quick_gc):
     def work(function, *, threads, allocator, **given):
         return json.loads(json.dumps(function(**json.loads(json.dumps(given)))))
 
-    for module in (encoder, lengths, serving):
+    for module in (encoder, lengths):
         monkeypatch.setattr(module, "run_in_process", work)
     monkeypatch.setattr(encoder, "SIZES", {"small": encoder.Size(2, 16, 24, (16, 32))})
     monkeypatch.setattr(positions, "NORMS", (1.0, 2.0))
@@ -191,15 +192,15 @@ def test_rows_of_other_settings_are_never_resumed(tmp_path):
 
 def test_rows_without_a_note_are_filled_and_a_failure_is_noted_in_all_of_them():
     rows = [{"name": "a", "note": ""}, {"name": "b", "note": "too long"}, {"name": "c", "note": ""}]
-    base.fill_rows(rows, lambda some: [{"seconds": 2.0} if x["name"] == "a" else {"problem": "none"} for x in some])
+    fill_rows(rows, lambda some: [{"seconds": 2.0} if x["name"] == "a" else {"problem": "none"} for x in some])
     assert [(x["note"], x.get("seconds")) for x in rows] == [("", 2.0), ("too long", None), ("none", None)]
 
     def fails(some):
         raise WorkerError("ended")
 
-    base.fill_rows(rows, fails)
+    fill_rows(rows, fails)
     assert [x["note"] for x in rows] == ["ended", "too long", "none"]
-    base.fill_rows(rows[1:], lambda _: pytest.fail("nothing was left to measure"))
+    fill_rows(rows[1:], lambda _: pytest.fail("nothing was left to measure"))
 
 
 def test_every_method_of_the_sparsity_study_can_be_trained():

@@ -31,8 +31,8 @@ from kernelformer.attention.near_far_call import NearFarCall
 from kernelformer.attention.plain.attend import plain_causal_attention, plain_linear_attention
 from kernelformer.attention.plain.near_far import plain_near_far_attention
 from kernelformer.attention.relative.call import Layout, RelativeCall, constant_beyond
-from kernelformer.attention.relative.direct import relative_attention
 from kernelformer.attention.relative.fft import fft_attention, is_safe
+from kernelformer.attention.relative.operator import relative_attention
 from kernelformer.attention.short import direct_attention, prefers_direct
 from kernelformer.contract import PositiveSpec, lookup
 from kernelformer.errors import choice

@@ -19,9 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kernelformer.attention import strips
 from kernelformer.attention.blocks import Pieces, empty_rows
 from kernelformer.attention.engine import Merged, Part
 from kernelformer.attention.families import engine_class
+from kernelformer.attention.near import NearBias
 from kernelformer.attention.near_far_call import (
     NAMES,
     NUM_TENSORS,
@@ -34,7 +36,7 @@ from kernelformer.attention.near_far_call import (
     merge,
 )
 from kernelformer.attention.relative.call import flatten, unflatten
-from kernelformer.contract import compute_dtype, lookup, no_tangents
+from kernelformer.contract import SignedSpec, compute_dtype, lookup, no_tangents
 
 RESULTS = "Tensor out, Tensor total, Tensor guarded, Tensor[] row_scales, Tensor[] end_state, Tensor[] kept"
 FORWARD = f"({TENSORS}, {SETTINGS}, bool keep) -> (Tensor, Tensor, Tensor, Tensor[], Tensor[], Tensor[])"
@@ -128,6 +130,8 @@ class _Sums:
 @torch.library.custom_op("kernelformer::near_far_attention", mutates_args=(), schema=FORWARD)
 def _forward(*arguments: Any) -> tuple[Any, ...]:
     *inputs, keep = arguments
+    if in_strips(NearFarCall.of(inputs)):
+        return _forward_strips(NearFarCall.of(inputs), keep)
     run = Run(NearFarCall.of(inputs))
     results = Results.empty(run.call, keep)
     sums = _Sums(run, results)
@@ -170,7 +174,28 @@ def _pass(run: Run, sums: _Sums, block: slice, number: int) -> None:
 @_forward.register_fake
 def _(*arguments: Any) -> tuple[Any, ...]:
     *inputs, keep = arguments
+    if in_strips(NearFarCall.of(inputs)):
+        return _unguarded(strips.Results.empty(NearFarCall.of(inputs), keep))
     return tuple(Results.empty(NearFarCall.of(inputs), keep))
+
+
+def in_strips(call: NearFarCall) -> bool:
+    """Whether the far part is positive, and one state stands for both sides of a block."""
+    known = lookup(call.spec) if call.spec else None
+    slope = NearBias(*call.bias).slope if call.bias else None
+    return not isinstance(known, SignedSpec) and (known is None or call.is_causal or slope is None)
+
+
+def _unguarded(results: strips.Results) -> tuple[Any, ...]:
+    nothing = torch.empty_like(results.total[:, :, :0], dtype=torch.bool)
+    return results.out, results.total, nothing, *results[2:]
+
+
+def _forward_strips(call: NearFarCall, keep: bool) -> tuple[Any, ...]:
+    results, st = strips.Results.empty(call, keep), strips.Strips(call)
+    for block in st.sample_blocks():
+        strips.Pass(st, block).forward(results)
+    return _unguarded(results)
 
 
 class _Grads:
@@ -210,7 +235,14 @@ class _Grads:
 @torch.library.custom_op("kernelformer::near_far_attention_backward", mutates_args=(), schema=BACKWARD)
 def _backward(*arguments: Any) -> Gradients:
     (grad, state_grads), rest, learn = arguments[:2], arguments[2:-1], arguments[-1]
-    results, run = Results(*rest[:NUM_RESULTS]), Run(NearFarCall.of(rest[NUM_RESULTS:]))
+    call = NearFarCall.of(rest[NUM_RESULTS:])
+    if in_strips(call):
+        st, found = strips.Strips(call, learn), strips.Grads(call, learn)
+        kept = strips.Results(*rest[:2], *rest[3:NUM_RESULTS])
+        for block in st.sample_blocks():
+            strips.Pass(st, block).backward(kept, found, grad, state_grads)
+        return found.results()
+    results, run = Results(*rest[:NUM_RESULTS]), Run(call)
     grads = _Grads(run, learn)
     for block in run.blocks():
         for number in range(max(1, len(run.call.sides))):

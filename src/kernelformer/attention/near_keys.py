@@ -63,11 +63,13 @@ class NearKeys:
             self._writable[-1].narrow(1, last, 1).copy_(mask)
         return True
 
-    def tokens(self, first: int, last: int) -> Tokens:
-        """Views of keys, values and mask."""
-        key, value, mask = self._buffers[0], self._buffers[1], self._buffers[-1]
-        count = last - first
-        return key.narrow(2, first, count), value.narrow(2, first, count), mask.narrow(1, first, count)
+    def pairs(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Views of keys and values."""
+        return self._buffers[0].narrow(2, first, last - first), self._buffers[1].narrow(2, first, last - first)
+
+    def mask(self, first: int, last: int) -> Tensor:
+        """View of the mask."""
+        return self._buffers[-1].narrow(1, first, last - first)
 
     def mapped(self, first: int, last: int) -> list[Tensor]:
         """Views of what the map has made of the keys."""
@@ -147,10 +149,11 @@ def push(
         place = Place(NearKeys(kept, window, mapping), count, kept, mask is None and bool(kept[2].all()))
         place.buffers.append(count, key, value, mask, mapping)
     last, visible = place.last + 1, place.visible and mask is None
-    start = last - total
-    tokens = place.buffers.tokens(start + first, last)
-    key, value, marks = place.buffers.tokens(start, start + first)
-    return Pushed(tokens, (key, value, None if visible else marks), Place(place.buffers, last, tokens, visible))
+    buffers, start = place.buffers, last - total
+    marks = kept[2] if visible and first else buffers.mask(start + first, last)  # all of them True
+    tokens = (*buffers.pairs(start + first, last), marks)
+    hidden = None if visible else buffers.mask(start, start + first)
+    return Pushed(tokens, (*buffers.pairs(start, start + first), hidden), Place(buffers, last, tokens, visible))
 
 
 def _is_plain(tensors: Sequence[Tensor]) -> bool:

@@ -104,8 +104,12 @@ LOST = 1e-30  # a causal row that sees less of its mixture than this is computed
 Tensors = Sequence[Tensor]  # log_mass (N, M, 1), mean (N, M, E)
 
 
-def _key_logits(chunks: PositiveChunks, x: Tensor, hidden: Tensor | None, fill: float, out: Tensor) -> Tensor:
+def _key_logits(
+    chunks: PositiveChunks, x: Tensor, hidden: Tensor | None, fill: float, out: Tensor, log: Tensor | None = None
+) -> Tensor:
     logits = chunks.keys(x, out)
+    if log is not None:
+        logits.add_(log)
     return logits if hidden is None else logits.masked_fill_(hidden.unsqueeze(1), fill)
 
 
@@ -116,7 +120,7 @@ def softmax_mass(logits: Tensor) -> Tensor:
     return peak.sub_(logits.amax(-1, keepdim=True).log_())
 
 
-def _weigh(weights: Tensor, column: Tensor) -> Tensor:
+def weigh(weights: Tensor, column: Tensor) -> Tensor:
     """``weights^T column``, (N, C, M) by (N, C, 1) -> (N, M, 1): as a row, since products with one column are slow."""
     return torch.bmm(column.transpose(1, 2), weights).transpose(1, 2)
 
@@ -171,11 +175,13 @@ class PositiveEngine(Engine):
         real = state[0] > EMPTY / 2
         return [(d_mass + (d_kv * state[1]).sum(-1, keepdim=True)) * real, d_kv * real]
 
-    def absorb(self, state: list[Tensor], x: Tensor, v: Tensor, hidden: Tensor | None) -> None:
-        """Merge the chunk's mass and mean into the running ones."""
+    def absorb(
+        self, state: list[Tensor], x: Tensor, v: Tensor, hidden: Tensor | None, log: Tensor | None = None
+    ) -> None:
+        """Merge the chunk's mass and mean into the running ones; ``log`` (N, 1, C): log factors of the keys."""
         log_mass, mean = state
         buffer = self.work.take("keys", x.shape[0], mean.shape[1], x.shape[1])
-        p = _key_logits(self.chunks, x, hidden, EMPTY, buffer)
+        p = _key_logits(self.chunks, x, hidden, EMPTY, buffer, log)
         mass = softmax_mass(p)
         total = torch.logaddexp(log_mass, mass)
         new = torch.bmm(p, v, out=self.work.take("kv", *mean.shape))
@@ -210,7 +216,7 @@ class PositiveEngine(Engine):
         slope = self.work.take("slope", *weights.shape)
         if mass is None:
             delta = self._delta(g, out)
-            d_mass.add_(_weigh(weights, delta))
+            d_mass.add_(weigh(weights, delta))
             torch.baddbmm(delta, g, state[1].transpose(1, 2), out=slope)
         else:
             root = mass.mul_(0.5).exp_()
@@ -221,12 +227,13 @@ class PositiveEngine(Engine):
         return self.chunks.vjp_queries(x, slope.mul_(weights), self.work.take("dxq", *x.shape))
 
     def absorb_backward(
-        self, state: Tensors, grads: Tensors, x: Tensor, v: Tensor, hidden: Tensor | None
+        self, state: Tensors, grads: Tensors, x: Tensor, v: Tensor, hidden: Tensor | None, log: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """``d l_m(k_j) = p(j | m) (d_kv_m . v_j + d_mass_m)``."""
         d_kv, d_mass = grads
         size = (x.shape[0], d_kv.shape[1], x.shape[1])
-        p = _key_logits(self.chunks, x, hidden, -torch.inf, self.work.take("keys", *size)).sub_(state[0]).exp_()
+        p = _key_logits(self.chunks, x, hidden, -torch.inf, self.work.take("keys", *size), log)
+        p.sub_(state[0]).exp_()
         dv = torch.bmm(p.transpose(1, 2), d_kv, out=self.work.take("dv", *v.shape))
         slope = torch.baddbmm(d_mass, d_kv, v.transpose(1, 2), out=self.work.take("slope", *size))
         return self.chunks.vjp_keys(x, slope.mul_(p), self.work.take("dxk", *x.shape)), dv
@@ -342,7 +349,7 @@ class PositiveEngine(Engine):
         if self.normalize:
             delta = self._delta(g, out)
             slopes.add_(delta)
-            mass_local = _weigh(weights, delta)
+            mass_local = weigh(weights, delta)
         slopes.mul_(mask)
         slope = torch.bmm(g, t.old.transpose(1, 2), out=take("slope", *weights.shape))
         if delta is not None:

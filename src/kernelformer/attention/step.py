@@ -44,7 +44,7 @@ class NearTokens:
         shares = logits.softmax(-1)
         if self.may_hide:
             shares = shares.masked_fill(logits < EMPTY / 2, 0)
-        parts = shares.split([x.shape[2] for x in self.values], -1)
+        parts = shares.split_with_sizes([x.shape[2] for x in self.values], -1)
         out: Tensor = parts[0] @ self.values[0]
         for share, x in zip(parts[1:], self.values[1:], strict=True):
             out = out + share @ x
@@ -88,7 +88,9 @@ def step(
         key, value = key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
     batch, heads, _, width = query.shape
     groups = key.shape[1]
-    rows = query.reshape(batch, groups, heads // groups, width)  # (B, G, R, D): the group's queries as rows
+    rows = query  # (B, G, R, D): the queries of a group
+    if heads != groups:
+        rows = query.reshape(batch, groups, heads // groups, width)
     after: tuple[Tensor, ...]
     if isinstance(spec, PositiveSpec):
         new, logits = map_positive(spec, tensors, rows, key, scale, shares=normalize and near is None)
@@ -103,7 +105,7 @@ def step(
             out = answer_signed(spec, phi_q, factor, after, normalize)
         else:
             out = _merge_signed(spec, phi_q, factor, after, near)
-    return out.reshape(batch, heads, 1, value.shape[-1]), after
+    return (out if heads == groups else out.reshape(batch, heads, 1, value.shape[-1])), after
 
 
 def map_positive(
@@ -123,7 +125,7 @@ def map_positive(
     if not spec.tied:
         return features(key, tensors, scale, "key"), features(rows, tensors, scale, "query")
     both = features(torch.cat((key, rows), 2), tensors, scale, "key")
-    new, logits = both.split((key.shape[2], rows.shape[2]), 2)
+    new, logits = both.split_with_sizes((key.shape[2], rows.shape[2]), 2)
     return new, logits
 
 

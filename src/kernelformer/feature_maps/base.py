@@ -170,18 +170,14 @@ class FeatureMap(nn.Module):
 
         Draws are among them since they can be written, or another tensor be put in their place, under the same number.
         """
-        return [weights[name] for weights, name in self.weight_places()]
-
-    def weight_places(self) -> list[tuple[Mapping[str, Any], str]]:
-        """Locations of the `learned_weights`: dictionaries of modules, and names in them."""
-        places: list[tuple[Mapping[str, Any], str]] = []
-        modules: list[nn.Module] = [self]
+        weights: list[Tensor] = []
+        modules: list[nn.Module | None] = [self]
         for module in modules:  # grows on the way
-            own, buffers = module._parameters, module._buffers
-            places.extend((own, name) for name, x in own.items() if x is not None)
-            places.extend((buffers, name) for name, x in buffers.items() if x is not None and x.is_floating_point())
-            modules.extend(x for x in module._modules.values() if x is not None)
-        return places
+            if module is not None:
+                weights += [x for x in module._parameters.values() if x is not None]
+                weights += [x for x in module._buffers.values() if x is not None and x.is_floating_point()]
+                modules += module._modules.values()
+        return weights
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kernelformer.contract import PositiveChunks, PositiveSpec, Role
@@ -36,8 +35,7 @@ class ExponentialSpec(PositiveSpec):
 
     def log_shares(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> Tensor:
         """Formula without its constant, which cancels."""
-        norm = torch.linalg.vecdot(x, x).unsqueeze(-1)
-        return self.transform.project(x, tensors, math.sqrt(scale), norm, self.row * scale)
+        return self.transform.project(x, tensors, math.sqrt(scale), self.row * scale)
 
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> PositiveChunks:
         """Bind for chunks, with the scale folded into the frequencies once."""

@@ -81,13 +81,11 @@ class FastFood(Dense):
         """Number of rows of all blocks, blocks d'."""
         return tensors[0].shape[-2] * tensors[0].shape[-1]
 
-    def project(
-        self, x: Tensor, tensors: Sequence[Tensor], factor: float, offset: Tensor | None = None, weight: float = 1.0
-    ) -> Tensor:
+    def project(self, x: Tensor, tensors: Sequence[Tensor], factor: float, row: float = 0.0) -> Tensor:
         """Definition, by the fast transform of the rows."""
-        x = (x.to(tensors[0].dtype) * factor).transpose(-1, -2)
-        z = fastfood(x, *tensors).transpose(-1, -2)
-        return z if offset is None else torch.add(z, offset, alpha=weight)
+        x = x.to(tensors[0].dtype)
+        z = fastfood((x * factor).transpose(-1, -2), *tensors).transpose(-1, -2)
+        return torch.add(z, (x * x).sum(-1, keepdim=True), alpha=row) if row else z
 
 
 class FastFoodMap(SpectralMap):

@@ -44,7 +44,7 @@ class OptimalSpec(PositiveSpec):
     def _logs(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> Tensor:
         w, t = (tensors[0], tensors[3]) if role == "query" else (tensors[1], tensors[4])
         norm = (x * t.unsqueeze(-2)).square().sum(-1, keepdim=True)
-        return DENSE.project(x, [w], math.sqrt(scale), norm, -0.5 * scale)
+        return torch.add(DENSE.project(x, [w], math.sqrt(scale)), norm, alpha=-0.5 * scale)
 
 
 class OptimalMap(CalibratedMap):

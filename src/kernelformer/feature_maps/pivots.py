@@ -341,7 +341,7 @@ class WildcatMap(FeatureMap):
             landmarks = at(centred, index, valid) * factor
         gram = landmark_gram(landmarks.to(wide_dtype(landmarks)), valid, RIDGE)
         offset = (-0.5 * landmarks.square().sum(3)).masked_fill(~valid, -torch.inf)
-        return [landmarks, offset, inverse_root(gram, "cholesky", RIDGE).to(dtype), centre, tau]
+        return [landmarks, offset, inverse_root(gram).to(dtype), centre, tau]
 
     def _warn(self, tokens: int) -> None:
         if self.num_landmarks > tokens > 0 and not self.has_warned and not torch.compiler.is_compiling():

@@ -26,27 +26,22 @@ class Dense:
         """Matrix W, (..., M, D)."""
         return torch.cat([omega, -omega], -2) if self.mirrored else omega
 
-    def project(
-        self, x: Tensor, tensors: Sequence[Tensor], factor: float, offset: Tensor | None = None, weight: float = 1.0
-    ) -> Tensor:
-        """Definition, ``factor W x + weight offset``: x (B, H, C, D), offset (B, H, C, 1) -> (B, H, C, M).
+    def project(self, x: Tensor, tensors: Sequence[Tensor], factor: float, row: float = 0.0) -> Tensor:
+        """Definition, ``factor W x + row |x|^2``: x (B, H, C, D) -> (B, H, C, M).
 
         One product for all heads at once if they share the frequencies.
         """
         omega = self.matrix(tensors[0])
-        x = x.to(omega.dtype)
-        if omega.shape[:-2].numel() == 1 and torch.compiler.is_exporting():  # a flat view would fix the length
-            z = F.linear(x * factor, omega.view(omega.shape[-2:]))
-            return z if offset is None else torch.add(z, offset, alpha=weight)
-        if omega.shape[:-2].numel() == 1:
-            flat, omega = x.reshape(-1, x.shape[-1]), omega.view(omega.shape[-2:]).t()
-            if offset is None:
-                z = (flat * factor) @ omega
+        x, shared = x.to(omega.dtype), omega.shape[:-2].numel() == 1
+        if shared and not torch.compiler.is_exporting():  # a flat view would fix the length
+            flat, weight = x.reshape(-1, x.shape[-1]), omega.flatten(0, -2).t()
+            if row:
+                z = torch.addmm((flat * flat).sum(1, keepdim=True), flat, weight, beta=row, alpha=factor)
             else:
-                z = torch.addmm(offset.reshape(-1, 1), flat, omega, beta=weight, alpha=factor)
+                z = (flat * factor) @ weight
             return z.view(*x.shape[:-1], z.shape[-1])
-        z = (x * factor) @ omega.transpose(-1, -2)
-        return z if offset is None else torch.add(z, offset, alpha=weight)
+        z = F.linear(x * factor, omega.flatten(0, -2)) if shared else (x * factor) @ omega.transpose(-1, -2)
+        return torch.add(z, (x * x).sum(-1, keepdim=True), alpha=row) if row else z
 
     def bind(
         self,

@@ -198,7 +198,7 @@ class CalibratedMap(FeatureMap):
         return {**super().identity, **({"statistics": digest} if digest else {})}
 
     def learned_weights(self) -> list[Tensor]:
-        """Weights of the map without the sums, from which only derived tensors follow: steps compare all weights."""
+        """Weights of the map without the sums, from which only derived tensors follow."""
         sums = None if self.statistics is None else self.statistics.moments
         return [x for x in super().learned_weights() if x is not sums]
 

@@ -14,9 +14,10 @@ from kernelformer.attention import State
 from kernelformer.attention.dispatch import attend_biased, find_window
 from kernelformer.attention.near_keys import Place, push
 from kernelformer.attention.plain.biased import SPREAD, plain_biased_attention
+from kernelformer.attention.plain.pairs import BiasPairs, segments
 from kernelformer.attention.positive import EMPTY, LOST
-from kernelformer.attention.relative.call import Layout, RelativeCall, Toeplitz, constant_beyond
-from kernelformer.attention.relative.direct import relative_attention
+from kernelformer.attention.relative.call import Layout, RelativeCall, constant_beyond
+from kernelformer.attention.relative.operator import relative_attention
 from kernelformer.attention.state import MadeBy
 from kernelformer.attention.step import NearTokens, map_positive, step_positive
 from kernelformer.contract import PositiveSpec, Spec, compute_dtype, no_tangents, wide_dtype
@@ -235,19 +236,18 @@ def biased_sdpa(call: Call) -> Tensor:
     if key_mask is not None:
         gone = ~key_mask[:, None, :, None]
         key, value = key.masked_fill(gone, 0), value.masked_fill(gone, 0)
-    count = query.shape[0] * query.shape[1]
-    view_of = Toeplitz(table, layout, max(1, MASK // max(1, count * layout.S)), call.is_causal, False)
+    pairs = BiasPairs(call.is_causal, layout, table)
+    step = max(1, MASK // max(1, query.shape[0] * query.shape[1] * layout.S))
     parts = []
-    for span in view_of.queries:
-        rows = [view_of.log_rows(span, x) if view_of.sees(span, x) else _hidden(table, span, x) for x in view_of.keys]
-        mask = torch.cat(rows, 2).unsqueeze(0)
+    for first, last in segments(layout, step):
+        mask = pairs.log((first, last), (0, layout.S)).unsqueeze(0)
         if key_mask is not None:
             mask = mask.masked_fill(~key_mask[:, None, None, :], -torch.inf)
         seen = (mask > -torch.inf).any(-1, keepdim=True)
         mask = torch.where(seen, mask, torch.zeros_like(mask))
-        q = query[:, :, span[0] : span[1]].flip(2)
+        q = query[:, :, first:last]
         out = F.scaled_dot_product_attention(q, key, value, attn_mask=mask, dropout_p=call.dropout, scale=call.scale)
-        parts.append(out.masked_fill(~seen, 0).flip(2))
+        parts.append(out.masked_fill(~seen, 0))
     return torch.cat(parts, 2)
 
 
@@ -257,11 +257,6 @@ def empty_attention(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) 
     for x in (query, key, value, *others):
         out = out + x.flatten()[:0].sum()
     return out
-
-
-def _hidden(table: Tensor, query: tuple[int, int], key: tuple[int, int]) -> Tensor:
-    """The bias of a tile that no query sees, -inf (H, Cq, Ck)."""
-    return table.new_full((table.shape[0], query[1] - query[0], key[1] - key[0]), -torch.inf)
 
 
 NEAR, FADES = "near keys", "fades"  # what the maker of a state with a bias says of it, beside its settings

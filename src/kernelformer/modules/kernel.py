@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +70,7 @@ class KernelCore(AttentionCore):
         **options: Any,
     ) -> None:
         super().__init__(method, head_dim=feature_map.head_dim, num_heads=feature_map.num_heads, **options)
-        self.feature_map = feature_map
+        self._modules["feature_map"] = feature_map
         self.normalize = feature_map.normalized if normalize is None else flag("normalize", normalize)
         if feature_map.aligns and not self.normalize:
             raise ValueError("align=True moves the keys, which only normalization undoes; got normalize=False.")
@@ -85,6 +85,11 @@ class KernelCore(AttentionCore):
         self.beta: nn.Parameter | None = None
         if self.has_near and beta == "learned":
             self.beta = nn.Parameter(torch.zeros(self.num_heads))
+
+    @property
+    def feature_map(self) -> FeatureMap:
+        """The map; found before `nn.Module.__getattr__` is asked, which would take five times as long."""
+        return cast(FeatureMap, self._modules["feature_map"])
 
     @property
     def has_near(self) -> bool:  # type: ignore[override]
@@ -158,7 +163,7 @@ class KernelCore(AttentionCore):
         """True if keys are repeated for every query head: each has its own bias, or its own slope of it."""
         if call.bias is None:
             return False
-        return not self.has_near or call.bias.slope is not None
+        return not self.has_near or not call.is_causal or call.bias.slope is not None
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: x for name, x in vars(self).items() if name != "_prepared"}
@@ -329,7 +334,7 @@ class KernelCore(AttentionCore):
         if autocasts(query.device.type):
             return ()
         kinds = (query.dtype, key.dtype, value.dtype, query.device, key.device, value.device)
-        return (query.shape, key.shape, value.shape, *kinds, self._made_by(scale))
+        return (query.shape, key.shape, value.shape, kinds, self._made_by(scale))
 
     def _normalizes_itself(self, call: Call) -> bool:
         return call.bias is not None and not self.has_near and not call.in_stream and self.biased.normalize_qk
@@ -350,10 +355,9 @@ class KernelCore(AttentionCore):
 
     def _per_map_head(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Repeat grouped keys and values for each head of the map: a map per query head sees them anew."""
-        repeats = self._key_heads(key) // key.shape[1]
-        if repeats == 1:
-            return key, value
-        return key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+        heads = self._key_heads(key)  # aligned keys have it before their values
+        key, value = (x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
+        return key, value
 
     def _before(self, call: Call) -> Sequence[Tensor]:
         """The tensors of the state before a call; those of no tokens where it has none."""

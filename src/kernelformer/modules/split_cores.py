@@ -24,7 +24,7 @@ from kernelformer.attention.near_keys import Tokens
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.ranks import Ranks
 from kernelformer.attention.relative.call import Layout, RelativeCall
-from kernelformer.attention.relative.direct import relative_attention
+from kernelformer.attention.relative.operator import relative_attention
 from kernelformer.contract import compute_dtype, lookup, no_autocast
 from kernelformer.modules.bias import check_tail
 from kernelformer.modules.checks import Bias, Call

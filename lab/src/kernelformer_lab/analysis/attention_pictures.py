@@ -23,6 +23,8 @@ from kernelformer.hf.load import Source, load_source
 from kernelformer.modules.calibration import evaluating
 from kernelformer.modules.spec import AttentionSpec, parse_method
 from kernelformer.quiet import silent_libraries
+from kernelformer_lab.studies.base import drawing
+from kernelformer_lab.studies.base import table as text_table
 
 _CALL = ("is_causal", "key_mask", "scale", "query_mask", "bias", "max_distance", "slope", "num_prefix", "algorithm")
 
@@ -217,128 +219,52 @@ def draw_pairs(
         if pair.exact.shape[-2:] != (len(tokens), len(tokens)):
             raise ValueError(f"{pair.name} has {shape(pair.exact)} weights, and there are {len(tokens)} tokens.")
     import matplotlib as mpl
-    from matplotlib.figure import Figure
 
-    with mpl.rc_context({"text.parse_math": False, "font.size": 8}):  # a $ in a token is a $
-        frame = _Frame(len(tokens), [label(x) for x in tokens], places)
-        figure = Figure(figsize=frame.size)
+    single, columns = len(places) == 1, len({column for _, column in places})
+    least, most, matrices = (3.2, 8.0, 3) if single else (1.5, 2.3, 2)
+    side = min(most, max(least, 0.1 * len(tokens)))  # of a matrix, in inches
+    points = min(8.0, 65 * side / len(tokens))  # font size at which every token has a line
+    labels = [label(x) for x in tokens] if points >= 4.5 else []
+    room = max(map(len, labels), default=3) * 0.0086 * points
+    rows = len(places) // columns
+    size = (max(5.2, room + columns * matrices * (side + 0.4)), rows * (side + 0.4) + room + 0.7)
+    with mpl.rc_context({"font.size": 7}), drawing(path, size, rows, columns * matrices, dpi=160) as (figure, axes):
         signed = False
-        for index, (row, column) in enumerate(places):
+        for (row, column), cell in zip(places, axes.reshape(len(places), matrices), strict=True):
             pair = pairs[row]
             weights = [x[0, column].float().cpu().numpy() for x in (pair.exact, pair.converted)]
-            signed |= min(float(x.min()) for x in weights) < ZERO
-            _draw_pair(figure, frame, index, weights, float(pair.distance[0, column]), names)
-        for index, (row, column) in enumerate(places):
-            if column == places[0][1]:
-                figure.text(*frame.beside(index), f"layer {row}", rotation=90, va="center", ha="left", weight="bold")
-            if row == places[0][0]:
-                figure.text(*frame.above(index), f"head {column}", ha="left", va="bottom", weight="bold")
-        figure.text(*frame.corner(0.12), title, va="top", size=10, wrap=False)
-        legend = LEGEND + (" Orange: below zero." if signed else "")
-        figure.text(*frame.corner(0.34), legend, va="top", size=7.5, color="#5b6270")
-        figure.savefig(path, dpi=160)
+            distance = f"TV {float(pair.distance[0, column]):.3f}"
+            titles = (f"layer {row}, head {column}\n{names[0]}", f"{distance}\n{names[1]}")
+            signed |= _draw_pair(figure, cell, weights, titles if single else (titles[0], f"{distance}\nconverted"))
+        for axis in axes.flat:
+            axis.tick_params(length=2, pad=2)
+            axis.locator_params(integer=True, nbins=4)
+            if labels:
+                axis.set_xticks(range(len(labels)), labels, rotation=90, size=points)
+                axis.set_yticks(range(len(labels)), labels, size=points)
+            axis.label_outer()
+        figure.suptitle(title, x=0.01, ha="left", size=10)
+        figure.supxlabel(LEGEND + (" Orange: below zero." if signed else ""), x=0.01, ha="left", color="#5b6270")
 
 
-class _Frame:
-    """Layout in inches: a grid of layers and heads, two matrices in each cell, three for a single one.
-
-    Args:
-        length: of the text.
-        labels: of its tokens.
-        places: (attention, head) of each cell.
-    """
-
-    def __init__(self, length: int, labels: Sequence[str], places: Sequence[tuple[int, int]]) -> None:
-        self.columns = len({column for _, column in places})
-        self.rows = len(places) // self.columns
-        self.single = len(places) == 1
-        least, most = (3.2, 8.0) if self.single else (1.5, 2.3)
-        self.side = min(most, max(least, 0.1 * length))
-        self.points = min(8.0, 72 * self.side / length * 0.9)  # font size at which every token has a line
-        self.labels = list(labels) if self.points >= 4.5 else None
-        room = 0.3 if self.labels is None else 0.1 + max(map(len, labels)) * 0.62 * self.points / 72
-        self.left, self.bottom, self.top, self.gap = 0.3 + room, max(0.05, room - 0.15), 0.95, 0.08
-        self.bar, self.matrices = 0.6, 3 if self.single else 2
-        self.wide = self.matrices * self.side + self.gap + self.bar + (0.9 if self.single else 0)
-        self.high = self.side + 0.28
-        width = self.left + self.columns * self.wide + 0.1
-        self.size = max(width, 5.2), self.top + self.rows * self.high + self.bottom
-
-    def box(self, index: int, which: float, width: float | None = None) -> tuple[float, float, float, float]:
-        """Place of a matrix of a cell, or of its scale, in shares of the figure."""
-        row, column = divmod(index, self.columns)
-        x = self.left + column * self.wide + which * (self.side + self.gap)
-        y = self.size[1] - self.top - row * self.high - self.side
-        w, h = self.size
-        return x / w, y / h, (self.side if width is None else width) / w, self.side / h
-
-    def beside(self, index: int) -> tuple[float, float]:
-        """Place at the left edge, at the height of a cell."""
-        _, y, _, h = self.box(index, 0)
-        return 0.08 / self.size[0], y + h / 2
-
-    def above(self, index: int) -> tuple[float, float]:
-        """Place above the title of a cell."""
-        x, y, _, h = self.box(index, 0)
-        return x, y + h + 0.21 / self.size[1]
-
-    def corner(self, down: float) -> tuple[float, float]:
-        """Place so many inches below the upper left corner."""
-        return 0.08 / self.size[0], 1 - down / self.size[1]
-
-
-def _draw_pair(
-    figure: Any, frame: _Frame, index: int, weights: Sequence[Any], distance: float, names: tuple[str, str]
-) -> None:
-    """Draw one cell: both matrices with their scale; for a single cell the difference too."""
+def _draw_pair(figure: Any, cell: Sequence[Any], weights: Sequence[Any], titles: Sequence[str]) -> bool:
+    """Draw both matrices with their scale, and in a third place their difference; True: some weights are below 0."""
     import matplotlib as mpl
     from matplotlib.colors import CenteredNorm, PowerNorm
 
+    most, signed = max(float(x.max()) for x in weights), min(float(x.min()) for x in weights) < ZERO
     colours = mpl.colormaps["Blues"].with_extremes(under="#d55e00")
-    most = max(float(x.max()) for x in weights)
-    signed = min(float(x.min()) for x in weights) < ZERO
     norm = PowerNorm(0.5, vmin=ZERO, vmax=max(most, -ZERO))
-    titles = (
-        (names[0], f"{names[1]}: TV {distance:.3f}") if frame.single else ("original", f"converted: TV {distance:.2f}")
-    )
-    for which, (x, text) in enumerate(zip(weights, titles, strict=True)):
-        axis = figure.add_axes(frame.box(index, which))
+    for axis, x, text in zip(cell, weights, titles, strict=False):
         image = axis.imshow(x, cmap=colours, norm=norm, aspect="auto")
         axis.set_title(text, size=7.5, pad=2, loc="left")
-        _ticks(axis, frame, index, which)
-    x, y, w, h = frame.box(index, 2)
-    scale = figure.add_axes((x, y, 0.08 / frame.size[0], h))
-    bar = figure.colorbar(image, cax=scale, extend="min" if signed else "neither")
+    bar = figure.colorbar(image, ax=cell[1], extend="min" if signed else "neither")
     bar.set_ticks([0, most / 4, most], labels=["0", f"{most / 4:.2g}", f"{most:.2g}"])
-    bar.ax.tick_params(labelsize=6, length=2, pad=1)
-    if frame.single:
-        shift = 0.7 / frame.size[0]
-        axis = figure.add_axes((x + shift, y, w, h))
+    for axis in cell[2:]:
         image = axis.imshow(weights[1] - weights[0], cmap="RdBu_r", norm=CenteredNorm(), aspect="auto")
         axis.set_title("difference", size=7.5, pad=2, loc="left")
-        _ticks(axis, frame, index, 2)
-        thin = 0.08 / frame.size[0]
-        bar = figure.colorbar(image, cax=figure.add_axes((x + shift + w + thin, y, thin, h)))
-        bar.ax.tick_params(labelsize=6, length=2, pad=1)
-
-
-def _ticks(axis: Any, frame: _Frame, index: int, which: int) -> None:
-    """Label tokens where they fit, else number them; only along the left and the lower edge of the picture."""
-    row, column = divmod(index, frame.columns)
-    if frame.labels is not None:
-        axis.set_xticks(range(len(frame.labels)), frame.labels, rotation=90, size=frame.points)
-        axis.set_yticks(range(len(frame.labels)), frame.labels, size=frame.points)
-    else:
-        axis.locator_params(integer=True, nbins=4)
-    axis.tick_params(length=0 if frame.labels else 2, pad=2)
-    if frame.labels is None:
-        axis.tick_params(labelsize=6)
-    for spine in axis.spines.values():
-        spine.set_linewidth(0.5)
-    if row < frame.rows - 1:
-        axis.tick_params(labelbottom=False, bottom=False)
-    if column or which:
-        axis.tick_params(labelleft=False, left=False)
+        figure.colorbar(image, ax=axis)
+    return signed
 
 
 LONGEST = 1024  # tokens: a picture has not many more points
@@ -456,16 +382,13 @@ def spec(model: Any) -> str:
 
 def table(result: AttentionPair) -> Table:
     """Table for the terminal with the distances of each attention's heads."""
-    out = Table(title=f"Total variation distance, {result.names[0]} and {result.names[1]}, {len(result.tokens)} tokens")
-    out.add_column("layer", justify="right")
-    out.add_column("attention", no_wrap=True)
-    for name in ("mean", "nearest head", "farthest head"):
-        out.add_column(name, justify="right", no_wrap=True)
+    rows = []
     for number, pair in enumerate(result.pairs):
         distance = pair.distance[0]
         ends = (f"{distance[i]:.3f} ({i})" for i in (int(distance.argmin()), int(distance.argmax())))
-        out.add_row(str(number), pair.name, f"{distance.mean():.3f}", *ends)
-    return out
+        rows.append((str(number), pair.name, f"{distance.mean():.3f}", *ends))
+    title = f"Total variation distance, {result.names[0]} and {result.names[1]}, {len(result.tokens)} tokens"
+    return text_table(title, ("layer", "attention", "mean", "nearest head", "farthest head"), rows, left=2)
 
 
 def record(result: AttentionPair) -> dict[str, Any]:

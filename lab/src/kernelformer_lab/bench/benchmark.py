@@ -18,6 +18,7 @@ from kernelformer_lab.bench.devices import check_device
 from kernelformer_lab.bench.harness import peak_memory, run_in_process, time_bursts
 from kernelformer_lab.bench.settings import HEAPS, BenchSettings
 from kernelformer_lab.bench.timing import Figures, Step
+from kernelformer_lab.studies.base import drawing, log_axis, table
 
 __all__ = ["HEAPS", "Row", "WorkerError", "cases", "check", "contenders", "job", "measure", "run", "run_case"]
 TINY = 128  # tokens of the call after which libraries, threads and their buffers are there
@@ -214,19 +215,9 @@ def tables(rows: Sequence[Row], ours: str, heaps: Sequence[str]) -> list[Table]:
 def _table(rows: Sequence[Row], ours: str, heaps: Sequence[str]) -> Table:
     base = next((row for row in rows if row.name == ours and not row.note), None)
     left_out = "; ".join(f"{row.name}: {row.note}" for row in rows if row.note)
-    out = Table(
-        title=rows[0].case.title,
-        caption=left_out or None,
-        title_justify="left",
-        caption_justify="left",
-        box=None,
-        padding=(0, 2, 0, 0),
-    )
     weighed = any(row.peak is not None for row in rows)
-    out.add_column("contender", no_wrap=True)
-    for name in (*(f"heap {heap}" for heap in heaps), *(("peak", "beyond") if weighed else ()), "error"):
-        out.add_column(name, justify="right", no_wrap=True)
-    short = short_names(row.name for row in rows)
+    heads = (*(f"heap {heap}" for heap in heaps), *(("peak", "beyond") if weighed else ()), "error")
+    short, lines = short_names(row.name for row in rows), []
     for row in rows:
         if row.note:
             continue
@@ -237,45 +228,31 @@ def _table(rows: Sequence[Row], ours: str, heaps: Sequence[str]) -> Table:
         if row.peak is not None and row.results is not None:
             ratio = f" {human_ratio(row.peak / base.peak)}" if base and base.peak and row is not base else ""
             cells += [human_bytes(row.peak) + ratio, human_bytes(row.peak - row.results)]
-        out.add_row(*cells, "" if row.error is None else f"{row.error:.0e}")
-    return out
+        lines.append((*cells, "" if row.error is None else f"{row.error:.0e}"))
+    plain: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0)}
+    return table(rows[0].case.title, ("contender", *heads), lines, caption=left_out or None, **plain)
 
 
 def plot(rows: Sequence[Row], path: Path, heap: str) -> None:
     """Draw time against length, one panel per kind of case, a line per contender."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
     kinds = list(dict.fromkeys((row.case.task, row.case.backward) for row in rows))
     names = list(dict.fromkeys(row.name for row in rows))
-    rows_of_panels = -(-len(kinds) // 3)
-    figure, axes = plt.subplots(
-        rows_of_panels,
-        min(3, len(kinds)),
-        figsize=(4.2 * min(3, len(kinds)), 3.8 * rows_of_panels),
-        squeeze=False,
-        constrained_layout=True,
-    )
-    for axis in axes.flat[len(kinds) :]:
-        axis.set_visible(False)
-    for axis, (task, backward) in zip(axes.flat, kinds, strict=False):
-        for index, name in enumerate(names):
-            points = [
-                (row.case.length, row.seconds[heap] * 1e3)
-                for row in rows
-                if (row.case.task, row.case.backward, row.name) == (task, backward, name) and heap in row.seconds
-            ]
-            if points:
-                axis.plot(*zip(*points, strict=True), marker="o", label=name, color=f"C{index}")
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.xaxis.set_major_formatter("{x:.0f}")
-        axis.set_title(f"{task}{', forward + backward' if backward else ''}{rows[0].case.positions}")
-        axis.set_xlabel("context" if task == "decode" else "length")
-        axis.set_ylabel("ms")
-        axis.grid(True, which="both", alpha=0.2)
-        axis.legend(fontsize="small")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    lines, columns = -(-len(kinds) // 3), min(3, len(kinds))
+    with drawing(path, (4.2 * columns, 3.8 * lines), lines, columns) as (_, axes):
+        for axis in axes.flat[len(kinds) :]:
+            axis.set_visible(False)
+        for axis, (task, backward) in zip(axes.flat, kinds, strict=False):
+            for index, name in enumerate(names):
+                points = [
+                    (row.case.length, row.seconds[heap] * 1e3)
+                    for row in rows
+                    if (row.case.task, row.case.backward, row.name) == (task, backward, name) and heap in row.seconds
+                ]
+                if points:
+                    axis.plot(*zip(*points, strict=True), marker="o", label=name, color=f"C{index}")
+            log_axis(axis)
+            axis.set_title(f"{task}{', forward + backward' if backward else ''}{rows[0].case.positions}")
+            axis.set_xlabel("context" if task == "decode" else "length")
+            axis.set_ylabel("ms")
+            axis.grid(True, which="both", alpha=0.2)
+            axis.legend(fontsize="small")

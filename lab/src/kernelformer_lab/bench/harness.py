@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
@@ -86,10 +86,34 @@ def run_pass(forward: Callable[[], Tensor], kind: str) -> None:
             hidden.square().mean().backward()
 
 
-def clean_model(model: Any) -> None:
-    """Drop a model's gradients and what only cycles keep alive, which are not the next step's to carry."""
-    model.zero_grad(set_to_none=True)
-    gc.collect()
+def model_step(model: Any, forward: Callable[[], Tensor], kind: str) -> Step:
+    """Step of one of `PASSES` of a model; its gradients, and what only cycles keep alive, are dropped after it."""
+
+    def clean() -> None:
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+
+    return Step(lambda: run_pass(forward, kind), clean)
+
+
+def fill_rows(
+    rows: Sequence[dict[str, Any]], measure: Callable[[list[dict[str, Any]]], Iterable[Mapping[str, Any]]]
+) -> None:
+    """Measure the rows that have no note yet, in one process, and write the figures into them.
+
+    Args:
+        rows: of one process; a failure of it is noted in all that it should have measured.
+        measure: returns the figures of each row that it is given.
+    """
+    running = [row for row in rows if not row["note"]]
+    if not running:
+        return
+    try:
+        figures = list(measure(running))
+    except WorkerError as problem:
+        figures = [{"problem": str(problem)}] * len(running)
+    for row, mine in zip(running, figures, strict=True):
+        row.update({"note" if name == "problem" else name: x for name, x in mine.items()})
 
 
 def time_bursts(steps: Mapping[str, Step], budget: float) -> dict[str, Figures]:

@@ -19,11 +19,7 @@ BOUNDS = ("opt", "opt+qk")  # attention that returns V, without and with the gra
 # default, but it favours what allocates least; with these settings nothing is given back.
 HEAPS: dict[str, dict[str, str]] = {
     "default": {},
-    "kept": {
-        "MALLOC_MMAP_MAX_": "0",
-        "MALLOC_TRIM_THRESHOLD_": "100000000000",
-        "MALLOC_TOP_PAD_": "1000000000",
-    },
+    "kept": {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_TOP_PAD_": "1000000000"},
 }
 # Whatever is larger than 64 KiB goes back to the system at once, so that resident memory is what is in use.
 MEMORY_HEAP = {"MALLOC_MMAP_THRESHOLD_": "65536"}

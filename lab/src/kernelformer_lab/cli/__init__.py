@@ -129,9 +129,7 @@ COMMANDS = CommandSet(
             (("--add out/sky-text", "on record, with a page of all"),),
         ),
         "study": Entry(
-            "kernelformer_lab.cli.studies:app",
-            MEASURE,
-            "Small studies of the papers, at a size for a CPU.",
+            "kernelformer_lab.cli.studies:app", MEASURE, "Small studies of the papers, at a size for a CPU."
         ),
     },
     by_option(_PARTS),

@@ -41,7 +41,7 @@ def bench(
             console.print()
         console.print(
             f"ratios: against {first}; above 1, {first} is faster or leaner. peak: memory beyond the inputs; "
-            f"beyond: beyond outputs and gradients too.",
+            f"beyond: beyond outputs and gradients too."
         )
         head = {
             "command": shlex.join(["kernelformer", "bench", *command_words(settings)]),

@@ -18,10 +18,7 @@ def prepare(settings: PrepareSettings, as_json: Json = False) -> None:
     with plain_errors():
         with following() as job:
             index = prepare_shards(
-                settings,
-                command=shlex.join(["kernelformer", *sys.argv[1:]]),
-                log=job.log,
-                progress=job.reach,
+                settings, command=shlex.join(["kernelformer", *sys.argv[1:]]), log=job.log, progress=job.reach
             )
         for name, split in index.splits.items():
             documents = f"{split.documents:,} document{'s' * (split.documents != 1)}"

@@ -160,13 +160,7 @@ def _run(items: list[Item], place: Place, hours: float | None) -> None:
         _say(line)
     whole = [item for item, x in zip(items, rows, strict=True) if not x["damage"]]
     with following(len(pending(whole, place))) as job:
-        failed = run_queue(
-            items,
-            place,
-            hours=hours,
-            log=job.log,
-            progress=job.advance,
-        )
+        failed = run_queue(items, place, hours=hours, log=job.log, progress=job.advance)
     for line in failed:
         _say(f"failed: {line}")
     _write_page(place.records)

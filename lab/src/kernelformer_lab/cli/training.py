@@ -315,13 +315,7 @@ def _compare(plan: Plan, resume: bool, threads: int, again: str, as_json: bool) 
 
     with following(len(plan.runs), inner=True) as job:
         comparison = run_comparison(
-            plan,
-            resume=resume,
-            threads=threads,
-            command=_command(),
-            again=again,
-            log=job.log,
-            progress=job.advance,
+            plan, resume=resume, threads=threads, command=_command(), again=again, log=job.log, progress=job.advance
         )
     console.print(comparison_table(comparison))
     console.print(f"report: {plan.folder / REPORT}")

@@ -55,8 +55,7 @@ def _write(translator: object, lines: BinaryIO, where: str, batch: int, block: i
             write(text + "\n", keep="\n")
         for i in translated.cut:
             errors.print(
-                f"line {count + i + 1} has more than {translator.task.length - 1} tokens and was cut",
-                style="yellow",
+                f"line {count + i + 1} has more than {translator.task.length - 1} tokens and was cut", style="yellow"
             )
         count, seconds = count + len(some), seconds + translated.seconds
     if count:

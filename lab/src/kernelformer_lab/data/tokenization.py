@@ -205,13 +205,7 @@ def special(tokenizer: str | None = None) -> Special:
 
 
 def make_tokenizer(
-    texts: Iterable[str],
-    *,
-    kind: str = "bpe",
-    vocab_size: int,
-    lowercase: bool = False,
-    cache: Path,
-    record: str,
+    texts: Iterable[str], *, kind: str = "bpe", vocab_size: int, lowercase: bool = False, cache: Path, record: str
 ) -> Tokenizer:
     """Train a vocabulary, or take it from the cache; arguments as in `vocabulary`, `SPECIAL` are the first tokens.
 

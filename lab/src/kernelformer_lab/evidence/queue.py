@@ -212,12 +212,7 @@ def run_queue(
 
 
 def _run(
-    items: Sequence[Item],
-    place: Place,
-    hours: float | None,
-    parallel: int,
-    log: Log,
-    progress: Callable[[], None],
+    items: Sequence[Item], place: Place, hours: float | None, parallel: int, log: Log, progress: Callable[[], None]
 ) -> list[str]:
     damaged = {item.name: damage(item, place.records) for item in items}
     waiting = pending([item for item in items if not damaged[item.name]], place)

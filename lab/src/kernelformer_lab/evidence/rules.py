@@ -162,33 +162,34 @@ class Above:
         """The rule in words."""
         word, other = ("below", "above") if self.below else ("above", "below")
         return (
-            f"for: {self.name} of {self._first} is {word} that of {self._second} by more than two "
+            f"for: {self.name} of {self.names[0]} is {word} that of {self.names[1]} by more than two "
             f"{errors_of(self.path)} {QUANTILE}; against: {other} by as much; else open"
         )
 
     @property
-    def _first(self) -> str:
-        name = brief(self.first, self.second)
-        return f"`{name}`" if self.part == MAIN else f"`{name}` ({self.part})"
+    def sides(self) -> tuple[tuple[str, str], tuple[str, str]]:
+        """Part and attention of both."""
+        return (self.part, self.first), (self.other_part or self.part, self.second)
 
     @property
-    def _second(self) -> str:
-        name, part = brief(self.second, self.first), self.other_part or self.part
-        return f"`{name}`" if part == MAIN else f"`{name}` ({part})"
+    def names(self) -> list[str]:
+        """Both, in words."""
+        both = zip(self.sides, (brief(self.first, self.second), brief(self.second, self.first)), strict=True)
+        return [f"`{name}`" if part == MAIN else f"`{name}` ({part})" for (part, _), name in both]
 
     def __call__(self, entries: Sequence[Entry]) -> Finding:
         """Judge by the means over seeds; where a run has no value, it is open."""
-        sides = ((self.part, self.first), (self.other_part or self.part, self.second))
+        sides, (one, other) = self.sides, self.names
         if not all(runs_of(entries, *side) for side in sides):
             return Finding(MISSING_RESULT, "")
         first, second = (mean_of(entries, *side, self.path) for side in sides)
         lost = [without(entries, *side, self.path) for side in sides]
         if first is None or second is None:
-            return Finding(OPEN, f"runs of {self._first}, {self._second} without a value: {lost[0]}, {lost[1]}")
+            return Finding(OPEN, f"runs of {one}, {other} without a value: {lost[0]}, {lost[1]}")
         of_samples = paired_samples([runs_of(entries, *side) for side in sides], self.path)
         gap = difference(first, second, of_samples)
         ours = (
-            f"{self._first} {shown(first, self.scale)}, {self._second} {shown(second, self.scale)}; "
+            f"{one} {shown(first, self.scale)}, {other} {shown(second, self.scale)}; "
             f"difference {self.scale * gap.value:+.2g}"
         )
         if not math.isfinite(gap.error):
@@ -222,7 +223,7 @@ class AtLeast(Above):
         """The rule in words."""
         word = "larger" if self.below else "smaller"
         return (
-            f"for: {self.name} of {self._first} is surely not {word} than that of {self._second} by "
+            f"for: {self.name} of {self.names[0]} is surely not {word} than that of {self.names[1]} by "
             f"{self.scale * self.margin:g} or more, with two {errors_of(self.path)} {QUANTILE} on top; against: "
             f"surely by more; else open"
         )
@@ -248,8 +249,9 @@ class Alike(Above):
     @property
     def text(self) -> str:
         """The rule in words."""
+        both = " and ".join(self.names)
         return (
-            f"for: {self.name} of {self._first} and {self._second} differ by less than {self.scale * self.margin:g}, "
+            f"for: {self.name} of {both} differ by less than {self.scale * self.margin:g}, "
             f"with two {errors_of(self.path)} {QUANTILE} on top; against: by more, with these taken off; else open"
         )
 
@@ -372,19 +374,19 @@ class Later(Above):
         """The rule in words."""
         word, other = ("smaller", "larger") if self.below else ("larger", "smaller")
         return (
-            f"for: {self.name} of {self._first} are {word} than those of {self._second} by an exact rank test over "
+            f"for: {self.name} of {self.names[0]} are {word} than those of {self.names[1]} by an exact rank test over "
             f"seeds (p < {LEAST:g}), where a run that never comes so far is the last; against: {other}; else open"
         )
 
     def __call__(self, entries: Sequence[Entry]) -> Finding:
         """Judge by the ranks of all runs."""
-        sides = ((self.part, self.first), (self.other_part or self.part, self.second))
-        groups = [[value_of(x, self.path) for x in runs_of(entries, *side)] for side in sides]
+        groups = [[value_of(x, self.path) for x in runs_of(entries, *side)] for side in self.sides]
         first, second = ([math.inf if math.isnan(x) else x for x in group] for group in groups)
         if not first or not second:
             return Finding(MISSING_RESULT, "")
         p = rank_test(first, second)
-        ours = f"{self._first} {_shown(first)}, {self._second} {_shown(second)}; p = {p:.2g} by ranks"
+        one, other = self.names
+        ours = f"{one} {_shown(first)}, {other} {_shown(second)}; p = {p:.2g} by ranks"
         if p >= LEAST:
             return Finding(OPEN, ours)
         later = sum((a > b) - (a < b) for a in first for b in second) > 0

@@ -174,15 +174,10 @@ class Summary:
     seconds: float | None  # median
     decode: tuple[tuple[int, float, int], ...]  # medians over seeds by context, ascending
 
-    def extra(self, metric: str) -> Spread:
-        """Another score of the runs that have it."""
-        scores = [run.result.scores.get(metric, math.nan) for run in self.runs if run.result is not None]
-        return spread_of([x for x in scores if math.isfinite(x)])
-
-    def test(self, metric: str) -> Spread:
-        """A score on the test split, of the runs that have it."""
-        scores = [run.result.test.get(metric, math.nan) for run in self.runs if run.result is not None]
-        return spread_of([x for x in scores if math.isfinite(x)])
+    def extra(self, metric: str, test: bool = False) -> Spread:
+        """Another score, or one on the test split, of the runs that have it."""
+        ends = [run.result.test if test else run.result.scores for run in self.runs if run.result is not None]
+        return spread_of([x[metric] for x in ends if math.isfinite(x.get(metric, math.nan))])
 
     @property
     def note(self) -> str:
@@ -319,7 +314,7 @@ def cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     rows, mark = comparison.summary(), MARK if comparison.unequal else ""
     better = "higher" if comparison.higher_is_better else "lower"
     metric = comparison.metric
-    extra = {f"test {metric}": [row.test(metric) for row in rows]} if comparison.tested else {}
+    extra = {f"test {metric}": [row.extra(metric, test=True) for row in rows]} if comparison.tested else {}
     extra |= {name: [row.extra(name) for row in rows] for name in comparison.extra_metrics}
     head = ["label", f"{metric.replace('_', ' ')} ({better} is better)"]
     head += [name.replace("_", " ") for name in extra]

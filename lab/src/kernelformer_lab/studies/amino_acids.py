@@ -28,36 +28,15 @@ from kernelformer.modules import parse_method
 from kernelformer.modules.calibration import evaluating
 from kernelformer.settings import MODEL, PICKLE, SEED, Settings, option, plain
 from kernelformer_lab.studies.base import SPECS, Log, Progress, Record, Row, Study, drawing, table
+from kernelformer_lab.tasks.sentences import ranks, spearman
 
 AMINO_ACIDS = "ARNDCQEGHILKMFPSTWYV"
-_SCORES = """
- 4
--1  5
--2  0  6
--2 -2  1  6
- 0 -3 -3 -3  9
--1  1  0  0 -3  5
--1  0  0  2 -4  2  5
- 0 -2  0 -1 -3 -2 -2  6
--2  0  1 -1 -3  0  0 -2  8
--1 -3 -3 -3 -1 -3 -3 -4 -3  4
--1 -2 -3 -4 -1 -2 -3 -4 -3  2  4
--1  2  0 -1 -3  1  1 -2 -1 -3 -2  5
--1 -1 -2 -3 -1  0 -2 -3 -2  1  2 -1  5
--2 -3 -3 -3 -2 -3 -3 -3 -1  0  0 -3  0  6
--1 -2 -2 -1 -3 -1 -1 -2 -2 -3 -3 -1 -2 -4  7
- 1 -1  1  0 -1  0  0  0 -1 -2 -2  0 -1 -2 -1  4
- 0 -1  0 -1 -1 -1 -1 -2 -2 -1 -1 -1 -1 -2 -1  1  5
--3 -3 -4 -4 -2 -2 -3 -2 -2 -3 -2 -3 -1  1 -4 -3 -2 11
--2 -2 -2 -3 -2 -1 -2 -3  2 -1 -1 -2 -1  3 -3 -2 -2  2  7
- 0 -3 -3 -3 -1 -2 -2 -3 -3  3  1 -2  1 -1 -2 -2  0 -3 -1  4
-"""
 
 
 def blosum62() -> Tensor:
     """Scores of BLOSUM62 (Henikoff and Henikoff, 1992), (20, 20) in float64, in the order of `AMINO_ACIDS`."""
     matrix = torch.zeros(20, 20, dtype=torch.float64)
-    for row, line in enumerate(_SCORES.split("\n")[1:-1]):
+    for row, line in enumerate(Path(__file__).with_name("blosum62.txt").read_text().splitlines()):
         matrix[row, : row + 1] = torch.tensor([float(x) for x in line.split()], dtype=torch.float64)
     return matrix + matrix.tril(-1).T
 
@@ -93,18 +72,6 @@ def pearson(x: Tensor, y: Tensor) -> Tensor:
     x, y = (z.double() - z.double().mean(-1, keepdim=True) for z in (x, y))
     correlation: Tensor = (x * y).sum(-1) / (x.norm(dim=-1) * y.norm(dim=-1)).clamp_min(1e-300)
     return correlation
-
-
-def ranks(x: Tensor) -> Tensor:
-    """Ranks over the last dimension from 1, equal values having the mean of theirs, (*, N) in float64."""
-    below = (x.unsqueeze(-1) > x.unsqueeze(-2)).double().sum(-1)
-    same = (x.unsqueeze(-1) == x.unsqueeze(-2)).double().sum(-1)
-    return below + 0.5 * (same + 1)
-
-
-def spearman(x: Tensor, y: Tensor) -> Tensor:
-    """Spearman's correlation over the last dimension, (*, N) and (*, N) -> (*)."""
-    return pearson(ranks(x), ranks(y))
 
 
 def renamed_correlations(similarity: Tensor, scores: Tensor, count: int, gen: Generator) -> Tensor:
@@ -288,7 +255,7 @@ def make_row(name: str, received: Tensor, settings: AminoAcidsSettings) -> Row:
     resampled = pearson(pairs_of(attention_similarity(torch.einsum("rn,nha->rha", counts, received))), wanted)
     own = float(pearson(values, wanted))
     renamed = renamed_correlations(similarity, scores, settings.resamples, gen)
-    place = (len(values) + 1 - ranks(values)).round().int()
+    place = (len(values) + 1 - ranks(values.numpy())).round().astype(int)
     rows, columns = torch.triu_indices(len(AMINO_ACIDS), len(AMINO_ACIDS), 1).tolist()
     names = [{AMINO_ACIDS[i], AMINO_ACIDS[j]} for i, j in zip(rows, columns, strict=True)]
     correlations = [round(x, 6) for x in resampled.tolist()]
@@ -296,7 +263,7 @@ def make_row(name: str, received: Tensor, settings: AminoAcidsSettings) -> Row:
         "model": name,
         "similarity": [[round(x, 6) for x in row] for row in similarity.tolist()],
         "pearson": own,
-        "spearman": float(spearman(values, wanted)),
+        "spearman": spearman(values.numpy(), wanted.numpy()),
         "chance": float((1 + (renamed >= own).sum()) / (1 + len(renamed))),
         "resampled": correlations,
         "places": {pair: int(place[names.index(set(pair))]) for pair in PAIRS},

@@ -12,7 +12,6 @@ from typing import Any
 from rich.table import Table
 
 from kernelformer.environment import environment
-from kernelformer.errors import WorkerError
 from kernelformer.files import read_json, write_json
 from kernelformer.settings import Settings, plain
 from kernelformer_lab.records import command_words
@@ -164,22 +163,11 @@ def where(rows: Iterable[Row], **key: Any) -> list[Row]:
     return [x for x in rows if all(x[name] == value for name, value in key.items())]
 
 
-def fill_rows(rows: Sequence[Row], measure: Callable[[list[Row]], Iterable[Mapping[str, Any]]]) -> None:
-    """Measure the rows that have no note yet, in one process, and write the figures into them.
-
-    Args:
-        rows: of one process; a failure of it is noted in all that it should have measured.
-        measure: returns the figures of each row that it is given.
-    """
-    running = [row for row in rows if not row["note"]]
-    if not running:
-        return
-    try:
-        figures = list(measure(running))
-    except WorkerError as problem:
-        figures = [{"problem": str(problem)}] * len(running)
-    for row, mine in zip(running, figures, strict=True):
-        row.update({"note" if name == "problem" else name: x for name, x in mine.items()})
+def check_named(settings: Settings, *names: str) -> None:
+    """Raise ValueError for the first of these settings that names nothing."""
+    for name in names:
+        if not getattr(settings, name):
+            raise ValueError(f"{name} must name at least one, got {getattr(settings, name)!r}.")
 
 
 def unique(rows: Iterable[Row], *names: str) -> list[Any]:
@@ -188,7 +176,13 @@ def unique(rows: Iterable[Row], *names: str) -> list[Any]:
 
 
 def table(
-    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, caption: str | None = None
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    left: int = 1,
+    caption: str | None = None,
+    **style: Any,
 ) -> Table:
     """A table for the terminal.
 
@@ -198,8 +192,9 @@ def table(
         rows: a text for each column; missing ones at the end stay empty.
         left: number of columns with texts; all others are aligned to the right, as numbers.
         caption: below the table.
+        style: further options of the table.
     """
-    out = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    out = Table(title=title, caption=caption, title_justify="left", caption_justify="left", **style)
     for index, name in enumerate(columns):
         out.add_column(name, justify="left" if index < left else "right", no_wrap=True)
     for row in rows:

@@ -19,14 +19,7 @@ from kernelformer.errors import choice
 from kernelformer.formatting import human_bytes, human_ratio, human_time, short_names
 from kernelformer.modules.spec import parse_attention
 from kernelformer.settings import MAX_SECONDS, MEMORY, Settings, integers, option
-from kernelformer_lab.bench.harness import (
-    clean_model,
-    over_limit,
-    peak_memory,
-    run_in_process,
-    run_pass,
-    too_large,
-)
+from kernelformer_lab.bench.harness import fill_rows, model_step, over_limit, peak_memory, run_in_process, too_large
 from kernelformer_lab.bench.settings import BOUNDS as BOUND_NAMES
 from kernelformer_lab.bench.settings import HEAPS, MEMORY_HEAP, PASSES
 from kernelformer_lab.bench.timing import Figures, Step, time_rounds
@@ -37,8 +30,8 @@ from kernelformer_lab.studies.base import (
     Record,
     Row,
     Study,
+    check_named,
     drawing,
-    fill_rows,
     table,
     unique,
     where,
@@ -136,10 +129,9 @@ def build(case: Case, attention: str) -> Any:
     return model
 
 
-def step(model: Any, tokens: Tensor, kind: str) -> None:
-    """Run one of `PASSES` of an encoder on tokens (1, L)."""
-    model.train(kind == PASSES[1])
-    run_pass(lambda: model(tokens).last_hidden_state, kind)
+def step(model: Any, tokens: Tensor, kind: str) -> Step:
+    """One of `PASSES` of an encoder on tokens (1, L)."""
+    return model_step(model, lambda: model.train(kind == PASSES[1])(tokens).last_hidden_state, kind)
 
 
 def measure(
@@ -160,7 +152,7 @@ def measure(
     names = dict.fromkeys(name for some in wanted.values() for name in some)
     models, tokens = {name: build(this, name) for name in names}, this.tokens()
     return {
-        each: time_rounds({name: _step(models[name], tokens, each) for name in some}, rounds, budget)
+        each: time_rounds({name: step(models[name], tokens, each) for name in some}, rounds, budget)
         for each, some in wanted.items()
     }
 
@@ -170,14 +162,9 @@ def measure_memory(case: Case, wanted: Mapping[str, Sequence[str]]) -> dict[str,
     (name,) = {name for some in wanted.values() for name in some}
     model, tokens = build(case, name), case.tokens()
     for kind in wanted:
-        step(model, case.tokens(min(TINY, case.length)), kind)
-    clean_model(model)
-    peaks = peak_memory({kind: _step(model, tokens, kind) for kind in wanted})
+        step(model, case.tokens(min(TINY, case.length)), kind).seconds()
+    peaks = peak_memory({kind: step(model, tokens, kind) for kind in wanted})
     return {kind: {name: {"peak": count}} for kind, count in peaks.items()}
-
-
-def _step(model: Any, tokens: Tensor, kind: str) -> Step:
-    return Step(lambda: step(model, tokens, kind), lambda: clean_model(model))
 
 
 EXACT = "softmax"
@@ -236,9 +223,7 @@ def check(settings: EncoderSettings) -> None:
         if spec not in BOUNDS:
             parse_attention(spec)
     choice("heap", settings.heap, HEAPS)
-    for what in ("sizes", "attention"):
-        if not getattr(settings, what):
-            raise ValueError(f"{what} must name at least one, got {getattr(settings, what)!r}.")
+    check_named(settings, "sizes", "attention")
 
 
 def cases(settings: EncoderSettings) -> Iterator[Case]:

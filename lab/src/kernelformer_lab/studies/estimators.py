@@ -527,11 +527,7 @@ def _uniform(rows: Sequence[Row]) -> Table:
     return table(title, ("estimator", "d", "m", *heads), cells, left=3)
 
 
-STYLES = {
-    "positive": ("C0", "o"),
-    "trigonometric": ("C3", "s"),
-    "trigonometric, clamped": ("C1", "^"),
-}
+STYLES = {"positive": ("C0", "o"), "trigonometric": ("C3", "s"), "trigonometric, clamped": ("C1", "^")}
 GRID = 121  # points of an axis of Fig. 2
 FARTHEST, LONGEST = math.pi, 2.0  # of angles and lengths there
 

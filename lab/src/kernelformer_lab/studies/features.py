@@ -66,9 +66,6 @@ class FeaturesSettings(Settings):
     seed: int = option(0, SEED, least=0)
 
 
-Layers = Sequence[tuple[Tensor, Tensor, Tensor]]
-
-
 @dataclass(frozen=True)
 class About:
     """Description of a case, without its tensors.

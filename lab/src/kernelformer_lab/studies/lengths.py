@@ -6,7 +6,7 @@ import copy
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -25,14 +25,7 @@ from kernelformer.modules.spec import parse_method
 from kernelformer.page import style
 from kernelformer.quiet import silent_libraries
 from kernelformer.settings import MAX_SECONDS, MEMORY, PICKLE, Settings, option
-from kernelformer_lab.bench.harness import (
-    clean_model,
-    over_limit,
-    peak_memory,
-    run_in_process,
-    run_pass,
-    too_large,
-)
+from kernelformer_lab.bench.harness import fill_rows, model_step, over_limit, peak_memory, run_in_process, too_large
 from kernelformer_lab.bench.settings import HEAPS, MEMORY_HEAP, PASSES
 from kernelformer_lab.bench.timing import MOST_ROUNDS, Figures, Step, time_rounds
 from kernelformer_lab.studies.base import (
@@ -42,8 +35,8 @@ from kernelformer_lab.studies.base import (
     Record,
     Row,
     Study,
+    check_named,
     drawing,
-    fill_rows,
     table,
     unique,
     where,
@@ -179,9 +172,47 @@ def contender(model: Any, name: str) -> Any:
     return convert(other, method, **options)
 
 
-def step(model: Any, tokens: Tensor, kind: str) -> None:
-    """Run one of `PASSES` of a model on tokens (B, L), without dropout."""
-    run_pass(lambda: model(input_ids=tokens).last_hidden_state, kind)
+def empty_cache(model: Any, name: str) -> Any:
+    """Make the cache that a contender generates with: transformers' own, or states."""
+    from transformers import DynamicCache
+
+    from kernelformer.hf import new_cache
+
+    return DynamicCache(config=model.config) if name in BASELINES else new_cache(model)
+
+
+@torch.no_grad()
+def prefill(model: Any, tokens: Tensor, cache: Any, chunk: int) -> None:
+    """Read a prompt (B, L) into a cache, ``chunk`` tokens at a time; only the last token gets logits.
+
+    Cost: O(chunk) memory beyond the cache where all attentions are linear.
+    """
+    for part in tokens.split(chunk, 1):
+        model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+
+class Contender:
+    """One way to serve the model: it reads the prompt into a new cache, and continues from the last one.
+
+    Args:
+        model: the original.
+        name: see `contender`.
+        chunk: tokens that it reads at once.
+    """
+
+    def __init__(self, model: Any, name: str, chunk: int) -> None:
+        self.model, self.name, self.chunk = contender(model, name), name, chunk
+        self.cache: Any = None
+
+    def read(self, tokens: Tensor) -> None:
+        """Read a prompt (B, L)."""
+        self.cache = empty_cache(self.model, self.name)
+        prefill(self.model, tokens, self.cache, self.chunk)
+
+    @torch.no_grad()
+    def go_on(self, token: Tensor) -> None:
+        """Take one token (B, 1) more."""
+        self.model(input_ids=token, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
 
 
 def measure(
@@ -205,14 +236,14 @@ def measure(
     tokens = this.tokens(model, length)
     if what == "memory":
         other = contender(model, names[0])
-        step(other, this.tokens(model, min(TINY, length)), kind)
-        clean_model(other)
+        _step(other, this.tokens(model, min(TINY, length)), kind).seconds()
         return {name: {"peak": count} for name, count in peak_memory({names[0]: _step(other, tokens, kind)}).items()}
     return time_rounds({name: _step(contender(model, name), tokens, kind) for name in names}, rounds, budget)
 
 
 def _step(model: Any, tokens: Tensor, kind: str) -> Step:
-    return Step(lambda: step(model, tokens, kind), lambda: clean_model(model))
+    """One of `PASSES` of a model on tokens (B, L), without dropout."""
+    return model_step(model, lambda: model(input_ids=tokens).last_hidden_state, kind)
 
 
 @torch.no_grad()
@@ -220,22 +251,13 @@ def measure_generation(
     subject: Subject, context: int, names: Sequence[str], rounds: int, budget: float
 ) -> dict[str, Figures]:
     """Return the median seconds of a token after a context, and the bytes of each contender's cache then."""
-    from transformers import DynamicCache
-
-    from kernelformer.hf import new_cache
-
     model, _ = subject.build(context + SPARE, head=True)
     tokens, one = subject.tokens(model, context), subject.tokens(model, 1, seed=1)
-    steps, sizes = dict[str, Step](), dict[str, int]()
-    for name in names:
-        other = contender(model, name)
-        cache: Any = DynamicCache() if name in BASELINES else new_cache(other)
-        feed = partial(other, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        for part in tokens.split(CHUNK, 1):
-            feed(input_ids=part)
-        sizes[name] = cache_bytes(cache)
-        steps[name] = Step(partial(feed, input_ids=one))
-    figures = time_rounds(steps, rounds, budget)
+    served = {name: Contender(model, name, CHUNK) for name in names}
+    for each in served.values():
+        each.read(tokens)
+    sizes = {name: cache_bytes(x.cache) for name, x in served.items()}
+    figures = time_rounds({name: Step(partial(x.go_on, one)) for name, x in served.items()}, rounds, budget)
     return {name: {**x, "peak": sizes[name]} for name, x in figures.items()}
 
 
@@ -501,13 +523,16 @@ def check(settings: LengthsSettings) -> None:
         choice("baseline", name, BASELINES)
     for spec in settings.attention:
         parse_method(spec)
-    for what in ("lengths", "attention", "baselines"):
-        if not getattr(settings, what):
-            raise ValueError(f"{what} must name at least one, got {getattr(settings, what)!r}.")
-    if settings.rounds > MOST_ROUNDS:
-        raise ValueError(f"rounds must be at most {MOST_ROUNDS}, got {settings.rounds}.")
+    check_named(settings, "lengths", "attention", "baselines")
+    check_rounds(settings.rounds)
     if 0 < settings.generate < FIRST_CONTEXT:
         raise ValueError(f"generate is a context of at least {FIRST_CONTEXT} tokens, got {settings.generate}.")
+
+
+def check_rounds(rounds: int) -> None:
+    """Raise ValueError for more rounds than are ever timed."""
+    if rounds > MOST_ROUNDS:
+        raise ValueError(f"rounds must be at most {MOST_ROUNDS}, got {rounds}.")
 
 
 def contenders(settings: LengthsSettings) -> list[str]:
@@ -602,20 +627,23 @@ def _measure(what: str, rows: Sequence[Row], settings: LengthsSettings) -> None:
 
 
 def job(request: Mapping[str, Any], settings: LengthsSettings) -> dict[str, Figures]:
-    """Run `measure.lengths.measure` in a process of its own: {contender: figures}.
+    """Run `measure` in a process of its own: {contender: figures}; ``request`` says what, kind, length and names."""
+    return measured_apart(measure, _subject(settings), settings, request)
 
-    Args:
-        request: what, kind, length and names of the contenders.
-        settings: of the model and the time to spend.
-    """
+
+def measured_apart(
+    work: Callable[..., Any], subject: Subject, settings: Any, request: Mapping[str, Any], **more: Any
+) -> dict[str, Any]:
+    """Call a function of this kind in a process of its own, with the rounds and the budget of the settings."""
     return run_in_process(
-        measure,
+        work,
         threads=torch.get_num_threads(),
         allocator=MEMORY_HEAP if request["what"] == "memory" else HEAPS["default"],
-        subject=asdict(_subject(settings)),
+        subject=asdict(subject),
         rounds=settings.rounds,
         budget=settings.budget,
         **request,
+        **more,
     )
 
 

@@ -6,8 +6,6 @@ the time of a forward with a relative position bias, over the length.
 
 from __future__ import annotations
 
-import statistics
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from kernelformer.modules import build_attention
 from kernelformer.settings import Settings, option
 from kernelformer_lab.analysis.statistics import mean_and_error
 from kernelformer_lab.bench.attention import Case, contender
-from kernelformer_lab.bench.timing import taking_timings
+from kernelformer_lab.bench.timing import Step, time_rounds
 from kernelformer_lab.studies.base import Log, Progress, Record, Study, drawing, log_axis, table
 
 NORMS = (0.5, 1.0, 2.0, 3.0, 4.0)
@@ -96,21 +94,13 @@ def row_error(
     return mean_and_error(errors)
 
 
-@taking_timings()
 def forward_seconds(length: int, *, repeats: int = 5, window: int = 128) -> dict[str, float]:
     """Medians over interleaved calls of each of `FORWARDS`: bidirectional, 1 head, D = 64 (NPRF with RPE, Fig. 1a)."""
-    runners = {}
+    steps = {}
     for label, (name, features, bias) in FORWARDS.items():
         case = Case("bidirectional", length, heads=1, features=features, bias=bias, window=window)
-        runners[label] = contender(name).runner(case)
-    times: dict[str, list[float]] = {label: [] for label in runners}
-    for turn in range(repeats + 1):
-        for label, run in runners.items():
-            start = time.perf_counter()
-            run()
-            if turn:  # the first call warms up
-                times[label].append(time.perf_counter() - start)
-    return {label: statistics.median(x) for label, x in times.items()}
+        steps[label] = Step(contender(name).runner(case))
+    return {label: x["seconds"] for label, x in time_rounds(steps, repeats, 0.0).items()}
 
 
 def steps(settings: PositionsSettings) -> int:

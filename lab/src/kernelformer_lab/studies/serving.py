@@ -6,7 +6,7 @@ The original with transformers' SDPA against its converted copies. Tokens are ra
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,27 +19,11 @@ from kernelformer.formatting import human_bytes, human_time, short_names
 from kernelformer.modules.spec import parse_method
 from kernelformer.quiet import silent_libraries
 from kernelformer.settings import MAX_SECONDS, MEMORY, PICKLE, Settings, option
-from kernelformer_lab.bench.harness import peak_memory, run_in_process
-from kernelformer_lab.bench.settings import HEAPS, MEMORY_HEAP
-from kernelformer_lab.bench.timing import MOST_ROUNDS, Figures, Step, time_rounds
-from kernelformer_lab.studies.base import SPECS, Log, Progress, Record, Row, Study, fill_rows, table
-from kernelformer_lab.studies.lengths import (
-    BASELINES,
-    SPARE,
-    TINY,
-    TOKEN,
-    Subject,
-    cache_bytes,
-    contender,
-    curve_tables,
-    describe,
-    draw_curves,
-    find_row,
-    headline,
-    refusal,
-    resume,
-    save,
-)
+from kernelformer_lab.bench.harness import fill_rows, peak_memory
+from kernelformer_lab.bench.timing import Figures, Step, time_rounds
+from kernelformer_lab.studies import lengths
+from kernelformer_lab.studies.base import SPECS, Log, Progress, Record, Row, Study, check_named, table
+from kernelformer_lab.studies.lengths import BASELINES, SPARE, TINY, TOKEN, Contender, Subject, find_row
 
 PREFILL = "prefill"
 # The sizes of SmolLM2-135M.
@@ -80,50 +64,6 @@ class Served(Subject):
         return LlamaForCausalLM(LlamaConfig(**SIZES))  # type: ignore[arg-type]
 
 
-def empty_cache(model: Any, name: str) -> Any:
-    """Make the cache that a contender generates with: transformers' own, or states."""
-    from transformers import DynamicCache
-
-    from kernelformer.hf import new_cache
-
-    return DynamicCache(config=model.config) if name in BASELINES else new_cache(model)
-
-
-@torch.no_grad()
-def prefill(model: Any, tokens: Tensor, cache: Any, chunk: int) -> None:
-    """Read a prompt (B, L) into a cache, ``chunk`` tokens at a time; only the last token gets logits.
-
-    Cost: O(chunk) memory beyond the cache where all attentions are linear.
-    """
-    for part in tokens.split(chunk, 1):
-        model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1)
-
-
-class Contender:
-    """One way to serve the model: it reads the prompt into a new cache, and continues from the last one.
-
-    Args:
-        model: the original.
-        name: see `measure.lengths.contender`.
-        chunk: tokens that a converted model reads at once. The original reads all at once: SDPA is causal without a
-            mask then, and would need one of chunk x S numbers for pieces.
-    """
-
-    def __init__(self, model: Any, name: str, chunk: int) -> None:
-        self.model, self.name, self.chunk = contender(model, name), name, chunk
-        self.cache: Any = None
-
-    def read(self, tokens: Tensor) -> None:
-        """Read a prompt (B, L)."""
-        self.cache = empty_cache(self.model, self.name)
-        prefill(self.model, tokens, self.cache, tokens.shape[1] if self.name in BASELINES else self.chunk)
-
-    @torch.no_grad()
-    def go_on(self, token: Tensor) -> None:
-        """Take one token (B, 1) more."""
-        self.model(input_ids=token, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-
-
 def measure(
     what: str, subject: Mapping[str, Any], length: int, names: Sequence[str], chunk: int, rounds: int, budget: float
 ) -> dict[str, dict[str, Figures]]:
@@ -134,7 +74,8 @@ def measure(
         subject: fields of `Served`.
         length: tokens of the prompt.
         names: of the contenders.
-        chunk: see `Contender`.
+        chunk: tokens that a converted model reads at once. The original reads all at once: SDPA is causal without a
+            mask then, and would need one of chunk x S numbers for pieces.
         rounds: at least so many prefills and tokens of each are timed, after one that warms up.
         budget: seconds for timing all prefills, and as many for all tokens.
 
@@ -145,14 +86,14 @@ def measure(
     this = Served(**subject)
     model, _ = this.build(length + SPARE)
     tokens, one = this.tokens(model, length), this.tokens(model, 1, seed=1)
-    served = {name: Contender(model, name, chunk) for name in names}
+    served = {name: Contender(model, name, length if name in BASELINES else chunk) for name in names}
     if what == "memory":
         (name, mine), *_ = served.items()
         mine.read(tokens[:, :TINY])
         return {name: {"prefill": {"peak": peak_memory(_steps(served, "read", tokens))[name]}}}
     first = time_rounds(_steps(served, "read", tokens), rounds, budget)
     ready = {name: x for name, x in served.items() if "problem" not in first[name]}
-    sizes = {name: cache_bytes(x.cache) for name, x in ready.items()}
+    sizes = {name: lengths.cache_bytes(x.cache) for name, x in ready.items()}
     after = time_rounds(_steps(ready, "go_on", one), rounds, budget)
     tokens_of = {name: {**x, "peak": sizes[name]} for name, x in after.items()}
     return {name: {"prefill": x, "token": tokens_of.get(name, x)} for name, x in first.items()}
@@ -189,11 +130,8 @@ def check(settings: ServingSettings) -> None:
     """Raise ValueError for settings that are not known, before anything is measured."""
     for spec in settings.attention:
         parse_method(spec)
-    for what in ("lengths", "attention"):
-        if not getattr(settings, what):
-            raise ValueError(f"{what} must name at least one, got {getattr(settings, what)!r}.")
-    if settings.rounds > MOST_ROUNDS:
-        raise ValueError(f"rounds must be at most {MOST_ROUNDS}, got {settings.rounds}.")
+    check_named(settings, "lengths", "attention")
+    lengths.check_rounds(settings.rounds)
 
 
 def contenders(settings: ServingSettings) -> list[str]:
@@ -211,11 +149,11 @@ def run(record: Record, log: Log, progress: Progress) -> None:
     """Measure everything that the record does not have yet, short prompts first; see `studies.base`."""
     settings = record.settings
     check(settings)
-    resume(record, *_described(settings))
+    lengths.resume(record, *_described(settings))
     for length in sorted(set(settings.lengths)):
         rows = [find_row(record.rows, PREFILL, length, name) for name in contenders(settings)]
         for row in rows:
-            row["note"] = refusal(record.rows, row, settings.limit) if row["seconds"] is None else ""
+            row["note"] = lengths.refusal(record.rows, row, settings.limit) if row["seconds"] is None else ""
         for row in rows if settings.memory else ():
             log(f"{length} tokens: memory of {row['attention']}")
             if row["peak"] is None:
@@ -248,7 +186,10 @@ def tables(record: Record) -> list[Table]:
         sizes = (human_bytes(token["peak"]), human_bytes(row["peak"]))
         cells.append((str(row["length"]), short[row["attention"]], *times, *sizes))
     columns = ("tokens", "attention", "prefill", "tokens/s", "a token after it", "tokens/s", "cache", "peak")
-    return [table(f"{headline(record)}, served", columns, cells, left=2), *curve_tables(record, ORIGINAL)]
+    return [
+        table(f"{lengths.headline(record)}, served", columns, cells, left=2),
+        *lengths.curve_tables(record, ORIGINAL),
+    ]
 
 
 def _time(row: Row) -> tuple[str, str]:
@@ -258,7 +199,7 @@ def _time(row: Row) -> tuple[str, str]:
 
 def picture(record: Record, path: Path) -> None:
     """Draw time and memory over the length; crossovers with the original are ringed."""
-    draw_curves(record, path, ORIGINAL)
+    lengths.draw_curves(record, path, ORIGINAL)
 
 
 def _subject(settings: ServingSettings) -> Served:
@@ -272,9 +213,9 @@ def _described(settings: ServingSettings) -> tuple[dict[str, Any], list[str]]:
     with silent_libraries():
         model, stretched = subject.build(max(settings.lengths) + SPARE)
     for name in contenders(settings):
-        contender(model, name)
+        lengths.contender(model, name)
     name = Path(settings.model).resolve().name if settings.model else "a Llama of SmolLM2-135M's sizes"
-    return {**describe(model, subject, name, "causal"), "chunk": settings.chunk}, stretched
+    return {**lengths.describe(model, subject, name, "causal"), "chunk": settings.chunk}, stretched
 
 
 def _measure(what: str, rows: Sequence[Row], record: Record) -> None:
@@ -288,26 +229,12 @@ def _measure(what: str, rows: Sequence[Row], record: Record) -> None:
     fill_rows(rows, measure)
     for row in record.rows:
         row["tokens per second"] = speed(record, row)
-    save(record, (ORIGINAL,))
+    lengths.save(record, (ORIGINAL,))
 
 
 def job(request: Mapping[str, Any], settings: ServingSettings) -> dict[str, dict[str, Figures]]:
-    """Run `measure.serving.measure` in a process of its own.
-
-    Args:
-        request: what, length and names of the contenders.
-        settings: of the model and the time to spend.
-    """
-    return run_in_process(
-        measure,
-        threads=torch.get_num_threads(),
-        allocator=MEMORY_HEAP if request["what"] == "memory" else HEAPS["default"],
-        subject=asdict(_subject(settings)),
-        chunk=settings.chunk,
-        rounds=settings.rounds,
-        budget=settings.budget,
-        **request,
-    )
+    """Run `measure` in a process of its own; ``request`` says what, length and names."""
+    return lengths.measured_apart(measure, _subject(settings), settings, request, chunk=settings.chunk)
 
 
 STUDY = Study(

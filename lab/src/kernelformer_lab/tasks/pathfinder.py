@@ -576,17 +576,11 @@ class Pathfinder(MadeCache, DataOption, SkipOption, FixedSamples, Classification
         if short is None:
             short = max(positive_int("dashes", self.dashes) // 3, 1)
         many = 20 // positive_int("distractor_dashes", short) if self.distractors is None else self.distractors
-        return Rules(
-            *image_size(self.size),
-            dashes=self.dashes,
-            distractors=many,
-            distractor_dashes=short,
-            dash_length=number("dash_length", self.dash_length),  # as float: 2 and 2.0 are the same
-            gap=number("gap", self.gap),
-            bend=number("bend", self.bend),
-            marker_radius=number("marker_radius", self.marker_radius),
-            contrast=number("contrast", self.contrast),
-        )
+        names = ("dash_length", "gap", "bend", "marker_radius", "contrast")
+        sizes: dict[str, Any] = {
+            name: number(name, getattr(self, name)) for name in names
+        }  # as float: 2 and 2.0 are the same
+        return Rules(*image_size(self.size), self.dashes, many, short, **sizes)
 
     def _refuse_drawing(self) -> None:
         """Refuse options of the drawing, which have no effect on given images."""

@@ -179,11 +179,7 @@ class Recall(MadeSamples, Classification):
 
     def settings(self) -> dict[str, Any]:
         """Keys, values and fillers are tokens, and none is padding."""
-        return {
-            "vocab_size": self.rules.vocab_size,
-            "max_position_embeddings": self.length,
-            "pad_token_id": None,
-        }
+        return {"vocab_size": self.rules.vocab_size, "max_position_embeddings": self.length, "pad_token_id": None}
 
     def split(self, name: str) -> RecallRows:
         """Rows of a split, made when they are asked for."""

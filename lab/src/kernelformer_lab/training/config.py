@@ -10,12 +10,7 @@ from typing import Any, TypeVar
 from kernelformer.errors import choice, flag, integer, number, positive_int, unknown
 
 # "constant" alone would leave out the warm-up without a word.
-SCHEDULES = {
-    "linear": "linear",
-    "cosine": "cosine",
-    "constant": "constant_with_warmup",
-    "inverse_sqrt": "inverse_sqrt",
-}
+SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup", "inverse_sqrt": "inverse_sqrt"}
 DECAYING = ("linear", "cosine")  # to 0, at the last step
 PRECISIONS = ("float32", "bf16")
 SELECT = ("last", "best")

@@ -69,11 +69,7 @@ def check_run_folder(folder: Path) -> None:
 
 
 def examine(
-    run: Run,
-    folder: Path,
-    resume: bool,
-    data: Callable[[], str],
-    start: Callable[[], str | None] = lambda: None,
+    run: Run, folder: Path, resume: bool, data: Callable[[], str], start: Callable[[], str | None] = lambda: None
 ) -> tuple[Result | None, Path | None, int, list[str]]:
     """Return the result of a finished run, or the checkpoint to resume from, its step, and remarks.
 

@@ -12,6 +12,7 @@ B H L M / SEGMENT segments, rounded up in samples and in tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -105,20 +106,30 @@ def recomputed(function: Callable[..., T], *arguments: Any, learned: Sequence[Te
     return result
 
 
+@contextmanager
+def autograd_inside() -> Iterator[None]:
+    """Let autograd see what the implementation of an operator does; torch takes it away from there."""
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
+        exclude = exclude.remove(key)
+    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
+        yield
+
+
 def by_distance(entries: Tensor, rows: int, columns: int) -> Tensor:
     """A tile whose entry at row i and column j is ``entries[:, j - i + rows]``.
 
-    Copies of the entries, one after the other, are read in rows that are one number shorter than they: each begins one
+    Copies of the entries, one after the other, are read in rows that are one entry shorter than they: each begins one
     entry earlier than the last.
 
     Args:
-        entries: (H, rows + columns); the first one is not used.
+        entries: (H, rows + columns, ...); the first one is not used.
         rows: of the tile.
         columns: of the tile.
 
     Returns:
-        (H, rows, columns), a view of the copies.
+        (H, rows, columns, ...), a view of the copies.
     """
-    heads, count = entries.shape
-    copies = entries.unsqueeze(1).expand(-1, rows + 1, -1).flatten(1)
-    return copies[:, rows : rows + rows * (count - 1)].view(heads, rows, count - 1)[:, :, :columns]
+    heads, count, *rest = entries.shape
+    copies = entries.unsqueeze(1).expand(-1, rows + 1, *[-1] * (entries.dim() - 1)).flatten(1, 2)
+    return copies[:, rows : rows + rows * (count - 1)].view(heads, rows, count - 1, *rest)[:, :, :columns]

@@ -62,7 +62,7 @@ class SignedMap:
         self.cancels = normalize and not parts  # what queries, or all rows, share
         self.guard, self.length = normalize and spec.guarded, spec.length(self.cancels)
 
-    def _lengths(self, phi: Tensor) -> Tensor:
+    def lengths(self, phi: Tensor) -> Tensor:
         """``|phi|``, (..., 1)."""
         if self.length is not None:
             return phi.new_full((*phi.shape[:-1], 1), self.length)
@@ -88,7 +88,7 @@ class SignedMap:
             x, value = x.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
         phi, factor = self.spec.features(x, self.tensors, self.scale, "key", self.cancels)
         if self.guard:
-            phi = torch.cat([phi, self._lengths(phi)], -1)
+            phi = torch.cat([phi, self.lengths(phi)], -1)
         if hidden is not None:
             phi = phi.masked_fill(hidden, 0)
             factor = None if factor is None else factor.masked_fill(hidden, -torch.inf)
@@ -139,7 +139,7 @@ class SignedMap:
         """What queries get from sums."""
         phi, features = queries.phi, queries.phi.shape[3]
         sums = (phi.flatten(1, 2) @ kept.sums[:, :features]).view(*phi.shape[:3], kept.sums.shape[2])
-        guard = self._lengths(phi) * kept.sums[:, None, features:, -1:] if self.guard else None
+        guard = self.lengths(phi) * kept.sums[:, None, features:, -1:] if self.guard else None
         return RowSums(self._log(queries, kept.top.view(-1, 1, 1)), sums, guard)
 
     def _log(self, queries: SignedQueries, top: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ class SignedMap:
         if self.guard:
             lengths = states[:, :, features:, -1:]
             lengths = (lengths if share is None else lengths * share) + visible @ phi_k[..., features:]
-            guard = (self._lengths(phi_q) * lengths.unsqueeze(3)).flatten(1, 2)[:, :length]
+            guard = (self.lengths(phi_q) * lengths.unsqueeze(3)).flatten(1, 2)[:, :length]
         return RowSums(self._log(queries, own), out, guard), SignedSums(last, after)
 
     def finish(self, part: RowSums) -> Tensor:

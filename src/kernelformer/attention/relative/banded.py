@@ -8,8 +8,8 @@ its band, one key at a time; all others by their sums. With ``phi_j = exp(l(k_j)
     far = e^(b_-w) sum_{j before} phi_j v_j^T + e^(b_w) sum_{j after} phi_j v_j^T
 
 and the denominator is the same with v = 1. The scale of a row cancels. The shift is that of all that a segment of
-chunks sees, the sums included, so that nothing exceeds 1; a row that sees less than `LOST` is done again by `rescue`.
-The bias of a band is the same (C, band) matrix for every chunk, made once per call.
+chunks sees, the sums included, so that nothing exceeds 1; a row that sees less than `LOST` is marked `AGAIN`, to be
+done again key by key. The bias of a band is the same (C, band) matrix for every chunk, made once per call.
 """
 
 from __future__ import annotations
@@ -22,14 +22,89 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernelformer.attention.blocks import BUFFER
+from kernelformer.attention.blocks import BUFFER, spans, spread
+from kernelformer.attention.plain.pairs import BiasPairs
 from kernelformer.attention.positive import EMPTY, LOST
-from kernelformer.attention.relative.call import diagonal_sums
-from kernelformer.attention.relative.rescue import AGAIN, RowGrads, rescue, rescue_backward
-from kernelformer.attention.relative.tiles import BAND_CHUNK, TINY, Block, PositiveTiles
+from kernelformer.attention.relative.call import RelativeCall
+from kernelformer.contract import PositiveSpec, Workspace, compute_dtype, lookup
 
+BAND_CHUNK = 64  # tokens of a chunk: the band of a chunk is wider by one chunk than the windows in it
 MATRICES = 64  # (C, C) matrices that are worked on at once: 1 MiB in float32
 MOST_CAUSAL = 512  # tokens of a causal segment, whose rows share a scale with later ones
+TINY = 1e-12  # a row shorter than this is not made longer than itself times 1e12, as `torch.nn.functional.normalize`
+AGAIN = torch.inf  # in the place of 1 / denominator: the row is to be done again, key by key
+
+
+class BandedCall:
+    """One call with what its blocks share: sizes, buffers, and the bias.
+
+    Args:
+        inputs: the call, of a positive map, with a window and without a slope.
+        learn_bias: collect the gradient of the bias.
+        learn_state: collect those of the states.
+    """
+
+    def __init__(self, inputs: RelativeCall, learn_bias: bool = False, learn_state: bool = False) -> None:
+        self.inputs, query, spec = inputs, inputs.query, lookup(inputs.spec)
+        assert isinstance(spec, PositiveSpec)
+        assert inputs.window is not None
+        self.spec, self.window, self.layout, self.is_causal = spec, inputs.window, inputs.layout, inputs.is_causal
+        self.query, self.key, self.value, self.key_mask = query, inputs.key, inputs.value, inputs.key_mask
+        self.states = {-1: inputs.state, 1: inputs.right_state}
+        self.state_grads = {
+            side: [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in state[1:]] if learn_state else []
+            for side, state in self.states.items()
+        }
+        self.heads, self.dtype = query.shape[1], compute_dtype(query.dtype)
+        self.features = spec.feature_dim(inputs.tensors, query.shape[3])
+        self.work = Workspace(self.dtype, query.device)
+        self.like = query.new_empty(0, dtype=self.dtype)
+        self.bias = BiasPairs.of(inputs)
+        self.bias_grad = torch.zeros_like(self.bias.factors) if learn_bias else None
+        self.band_factors: Tensor | None = None
+
+    def blocks(self, learn: bool = False) -> list[Block]:
+        """Blocks of as many samples as fill a buffer."""
+        batch, longest = self.query.shape[0], -(-self.layout.L // BAND_CHUNK) * BAND_CHUNK
+        size = longest * max(self.features, self.value.shape[3])
+        samples = max(1, min(batch, BUFFER // (self.heads * size)))
+        return [Block(self, first, last, learn) for first, last in spans(batch, samples)]
+
+
+class Block:
+    """Some samples of a call, with the map bound to their rows."""
+
+    def __init__(self, call: BandedCall, first: int, last: int, learn: bool) -> None:
+        self.call, self.block, self.count = call, slice(first, last), last - first
+        self.n = self.count * call.heads
+        bound = spread(call.inputs.tensors, self.block, self.count, call.heads)
+        self.map = call.spec.bind(bound, call.inputs.scale, True, learn)
+
+    def state(self, side: int) -> list[Tensor]:
+        """Sums of the keys before (-1) or after (1) those of the call: shift, kv, ks and ns, (N, ...), or nothing."""
+        tensors = [x[self.block].flatten(0, 1) for x in self.call.states[side]]
+        return [tensors[0].clamp_min(EMPTY), *tensors[1:]] if tensors else []
+
+    def state_grads(self, side: int) -> list[Tensor]:
+        """Views (N, ...) of what gradients of kv, ks and ns on that side are added to; nothing where none is wanted."""
+        return [x[self.block].flatten(0, 1) for x in self.call.state_grads[side]]
+
+
+def through(grad: Tensor, x: Tensor, size: Tensor | None) -> Tensor:
+    """The gradient at rows from that at their directions x, in place; size is their norm, None: they were not moved."""
+    if size is None:
+        return grad
+    return grad.addcmul_(x, torch.linalg.vecdot(grad, x).unsqueeze(-1), value=-1).div_(size)
+
+
+def diagonal_sums(x: Tensor) -> Tensor:
+    """``out_t = sum over a + c = t`` of x (N, A, C): (N, A + C - 1)."""
+    n, a, c = x.shape
+    # A row of this buffer is one entry longer than a row of the result, so that the same memory, read with the shorter
+    # rows, has row a moved to the right by a.
+    padded = F.pad(x, (0, a)).view(n, -1)
+    sums: Tensor = padded[:, : a * (a + c - 1)].view(n, a, a + c - 1).sum(1)
+    return sums
 
 
 @dataclass
@@ -66,6 +141,7 @@ class Tokens:
     v: Tensor  # (blocks, N, C, E)
     hidden: Tensor | None  # (N, T) bool: masked
     logs: Tensor  # (N, M, T)
+    first: int  # position
 
 
 @dataclass
@@ -96,9 +172,8 @@ class Banded:
     """
 
     def __init__(self, block: Block, keeps: bool = False) -> None:
-        assert isinstance(block.tiles, PositiveTiles)
         self.block, self.call, self.take = block, block.call, block.call.work.take
-        self.tiles, self.map, layout = block.tiles, block.tiles.chunks, block.call.layout
+        self.map, layout = block.map, block.call.layout
         self.keeps = keeps
         self.rows, self.features, self.width = block.n, block.call.features, block.call.value.shape[3]
         size = BAND_CHUNK
@@ -107,15 +182,17 @@ class Banded:
         self.chunks, blocks = -(-layout.L // size), -(-(layout.S + self.pad) // size)
         reach = max(0, -(-(self.call.window - 1) // size))  # a block so far away has the tail's bias for all of a chunk
         self.before = min(reach, self.ahead + self.chunks - 1)
-        self.after = 0 if self.call.bias.is_causal else min(reach, max(0, blocks - 1 - self.ahead))
+        self.after = 0 if self.call.is_causal else min(reach, max(0, blocks - 1 - self.ahead))
         self.band = self.before + 1 + self.after
         together = max(1, BUFFER // (self.rows * size * max(self.features, self.width)))
-        if self.call.bias.is_causal:
+        if self.call.is_causal:
             together = min(together, max(1, MOST_CAUSAL // size))
         self.together = min(together, self.chunks)
-        tails = [block.tail(side) for side in (-1, 1)]
-        self.tails = [None if x is None else x.value.exp() for x in tails]  # (N, 1, 1)
-        self.entries = [0 if x is None else x.entry for x in tails]
+        table, middle = self.call.bias.factors, layout.L - 1 + layout.offset
+        self.entries = [min(max(middle + x * self.call.window, 0), table.shape[1] - 1) for x in (-1, 1)]
+        self.tails: list[Tensor | None] = [table[:, x].repeat(block.count).view(-1, 1, 1) for x in self.entries]
+        if self.call.is_causal:
+            self.tails[1] = None
         if self.call.band_factors is None:
             self.call.band_factors = self.call.bias.factors[:, self._distances()].transpose(0, 1).contiguous()
         self.factors = self.call.band_factors  # (band, H, C, C)
@@ -162,7 +239,7 @@ class Banded:
 
     def _directions(self, x: Tensor) -> Tensor | None:
         """Divide rows by their norm, in place, where that is asked for; returns the norms."""
-        if not self.tiles.normalize_qk:
+        if not self.call.inputs.normalize_qk:
             return None
         size: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min_(TINY)
         x.div_(size)
@@ -185,7 +262,7 @@ class Banded:
             logs.masked_fill_(hidden.unsqueeze(1), -torch.inf)
         logs[:, :, : max(0, -low)] = -torch.inf
         logs[:, :, max(0, length - low) :] = -torch.inf
-        return Tokens(x, size, v, hidden, logs)
+        return Tokens(x, size, v, hidden, logs, low)
 
     def no_sums(self) -> KeySums:
         """Sums over no keys."""
@@ -319,12 +396,12 @@ class Banded:
         return y, den
 
     def _put(self, s: Segment, y: Tensor, den: Tensor, out: Tensor, inverses: Tensor) -> None:
-        """Divide, do lost rows again, and write them."""
+        """Divide, mark rows that are to be done again, and write them."""
         inverse = torch.where(den > 0, den.reciprocal(), 0.0)
         y.mul_(inverse)
         lost = (den < LOST) & (s.shift.amax(1, keepdim=True) > EMPTY / 2)
         for i in lost.flatten(1).any(1).nonzero().squeeze(1).tolist():
-            self._rescue(s.first + i * BAND_CHUNK, lost[i].squeeze(2), y[i], inverse[i])
+            inverse[i].masked_fill_(lost[i] & self._sees_some(s, i), AGAIN)
         self.store(y, out, s.first)
         self.store(inverse, inverses, s.first)
 
@@ -337,33 +414,24 @@ class Banded:
         if rest:
             target[self.block.block, :, end : end + rest].copy_(rows[:, :, full, :rest])
 
-    def _rescue(self, start: int, lost: Tensor, y: Tensor, inverse: Tensor) -> None:
-        """Do lost rows (N, C) of a chunk again; `rescue` takes them in reverse order."""
-        span = (start, min(start + BAND_CHUNK, self.call.layout.L))
-        count = span[1] - start
-        again = lost[:, :count].flip(1) & self._sees_some(span)
-        if bool(again.any()):
-            rows, marks = y[:, :count].flip(1), inverse[:, :count].flip(1)
-            rescue(self.block, span, again, rows, marks)
-            y[:, :count], inverse[:, :count] = rows.flip(1), marks.flip(1)
-
-    def _sees_some(self, span: tuple[int, int]) -> Tensor:
-        """Which rows of a chunk, in reverse order, see any key at all, (N, C)."""
-        call = self.call
-        count = call.like.new_zeros(self.rows, span[1] - span[0], 1)
-        for key in call.bias.keys:
-            if call.bias.sees(span, key):
-                real = call.like.new_ones(self.block.count, key[1] - key[0])
-                if call.key_mask is not None:
-                    real = call.key_mask[self.block.block, key[0] : key[1]].to(real)
-                rows = real.unsqueeze(1).expand(-1, call.heads, -1).reshape(self.rows, 1, -1)
-                count += call.bias.row_sums(rows, span, key, visible=True)
-        for side, tail in zip((-1, 1), self.tails, strict=True):
-            if tail is not None and call.states[side]:
-                sums = self.state_sums(side)
-                some = ((sums.ks > 0) & (sums.shift > EMPTY / 2)).any(1, keepdim=True)
-                count += (some & (tail > 0)).to(count.dtype)
-        return (count > 0).squeeze(2)
+    def _sees_some(self, s: Segment, i: int) -> Tensor:
+        """Which rows of chunk number i of a segment see any key at all, (N, C, 1): else zero is the answer."""
+        size = BAND_CHUNK
+        at = slice(i * size, (i + self.band) * size)
+        place = torch.arange(at.start, at.stop, device=s.left.device) + s.keys.first
+        shown = (place >= 0) & (place < self.call.layout.S)
+        shown = shown.expand(self.rows, -1) if s.keys.hidden is None else shown & ~s.keys.hidden[:, at]
+        real = shown.to(s.left)  # (N, band C)
+        # By the bias, not by its factors, which underflow where entries differ by much.
+        shown_by = self.call.bias.logs > -torch.inf
+        pairs = shown_by[:, self._distances()].to(real).permute(0, 2, 1, 3).flatten(2)  # (H, C, band C)
+        seen = (pairs @ real.view(self.block.count, -1, real.shape[1], 1)).flatten(0, 1) > 0
+        sides = ((s.before[1], s.ks[:i]), (s.after[1], s.ks[i + self.band :]))
+        for (sums, blocks), entry, tail in zip(sides, self.entries, self.tails, strict=True):
+            if tail is not None:
+                some = (sums + blocks.sum(0) > 0).any(1, keepdim=True)
+                seen = seen | (some & shown_by[:, entry].repeat(self.block.count).view(-1, 1, 1))
+        return seen
 
 
 def by_blocks(x: Tensor, axis: int) -> Tensor:
@@ -399,7 +467,7 @@ class BandedBackward:
         self.grad, self.out, self.inverses = grad, out, inverses
         self.dq, self.dk, self.dv = grads
         self.take = self.call.work.take
-        self.learns_bias = self.call.bias.grad is not None
+        self.learns_bias = self.call.bias_grad is not None
         self.d_factors = torch.zeros_like(self.banded.factors) if self.learns_bias else None  # of their logarithms
 
     def run(self) -> None:
@@ -420,8 +488,7 @@ class BandedBackward:
         last = s.first + chunks * size
         g, out = (b.load(x, s.first, last, n, blocks=True) for x, n in ((self.grad, "band_g"), (self.out, "band_o")))
         inverse = b.load(self.inverses, s.first, last, "band_i", blocks=True)
-        lost = inverse == AGAIN
-        g_num = g.mul_(inverse.masked_fill_(lost, 0))
+        g_num = g.mul_(inverse.masked_fill_(inverse == AGAIN, 0))
         g_den = torch.linalg.vecdot(g_num, out).neg_().unsqueeze(3)
         d_left = take("band_d_left", *s.left.shape)
         d_far, d_far_ks = take("band_d_far", *s.far.shape), torch.empty_like(s.far_ks)
@@ -435,15 +502,15 @@ class BandedBackward:
         self._band(s, g_num, g_den, d_left, d_phi, d_v)
         low, high = b.edges(place)
         self._put_keys(s.keys, d_phi, s.phi, d_v, low)
-        self._put_queries(s, d_left, lost)
+        self._put_queries(s, d_left)
         return _Asked(low, high, s.shift, d_far.sum(0), d_far_ks.sum(0))
 
     def _from_sums(self, s: Segment, d_far: Tensor, d_far_ks: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of the blocks' features (blocks, N, M, C) and values from those of the far sums."""
         (d_kv, left, right), (d_ks, left_ks, right_ks) = self._block_grads(s, d_far, d_far_ks)
         for entry, total in zip(self.banded.entries, (left + left_ks, right + right_ks), strict=True):
-            if self.call.bias.grad is not None:
-                self.call.bias.grad[:, entry] += total.view(-1, self.call.heads).sum(0)
+            if self.call.bias_grad is not None:
+                self.call.bias_grad[:, entry] += total.view(-1, self.call.heads).sum(0)
         d_phi, d_v = self.take("band_d_phi", *s.phi.shape), self.take("band_d_v", *s.keys.v.shape)
         flat_kv, v = d_kv.flatten(0, 1), s.keys.v.flatten(0, 1)
         torch.bmm(flat_kv, v.transpose(1, 2), out=d_phi.flatten(0, 1))
@@ -500,7 +567,7 @@ class BandedBackward:
         d_logs = self.take("band_logs", *t.logs.shape)
         torch.mul(d_phi.permute(1, 2, 0, 3), phi.permute(1, 2, 0, 3), out=d_logs.unflatten(2, (-1, BAND_CHUNK)))
         dx = b.map.vjp_keys(t.x, d_logs, self.take("band_dx", *t.x.shape))
-        dx = b.tiles.through(dx, t.x, t.size)
+        dx = through(dx, t.x, t.size)
         dv = d_v.transpose(0, 1).reshape(*t.x.shape[:2], -1)
         if t.hidden is not None:
             dx, dv = (x.masked_fill_(t.hidden.unsqueeze(2), 0) for x in (dx, dv))
@@ -510,28 +577,17 @@ class BandedBackward:
                 piece = target[self.block.block, :, first:last]
                 piece += rows.view(*piece.shape[:2], *rows.shape[1:])[:, :, first - low : last - low]
 
-    def _put_queries(self, s: Segment, d_left: Tensor, lost: Tensor) -> None:
-        """Pull the gradients of ``left`` back, write those of the queries, and add those of rescued rows."""
+    def _put_queries(self, s: Segment, d_left: Tensor) -> None:
+        """Pull the gradients of ``left`` back, and write those of the queries."""
         b, (chunks, _, size, features) = self.banded, s.left.shape
         d_logs = self.take("band_logs", *s.x.shape[:2], features)
         rows = d_logs.unflatten(1, (chunks, size))
         torch.mul(d_left.transpose(0, 1), s.left.transpose(0, 1), out=rows)
         dx = b.map.vjp_queries(s.x, d_logs, self.take("band_dx", *s.x.shape))
-        dx = b.tiles.through(dx, s.x, s.size)
+        dx = through(dx, s.x, s.size)
         last = min(s.first + chunks * size, self.call.layout.L)
         piece = self.dq[self.block.block, :, s.first : last]
         piece.copy_(dx[:, : last - s.first].view(*piece.shape))
-        for i in lost.flatten(1).any(1).nonzero().squeeze(1).tolist():
-            self._rescue(s.first + i * size, lost[i].squeeze(2))
-
-    def _rescue(self, start: int, lost: Tensor) -> None:
-        """Gradients of rescued rows (N, C) of a chunk; `rescue_backward` takes them in reverse order."""
-        span = (start, min(start + BAND_CHUNK, self.call.layout.L))
-        lost = lost[:, : span[1] - start]
-        g, out = self.block.take(self.grad, span), self.block.take(self.out, span)
-        dq = torch.zeros(*g.shape[:2], self.dq.shape[3], dtype=g.dtype, device=g.device)
-        rescue_backward(self.block, span, lost.flip(1), g, out, RowGrads(dq, self.dk, self.dv))
-        self.block.put(self.dq, dq, span, add=True)
 
     def _give(self, asked: list[_Asked]) -> None:
         """Gradients of the keys that segments see beyond their blocks: those before ``low``, and from ``high`` on."""
@@ -577,13 +633,12 @@ class BandedBackward:
 
     def _collect(self) -> None:
         """Add up the gradients of the bias along the diagonals of the bands."""
-        grad = self.call.bias.grad
+        grad = self.call.bias_grad
         if self.d_factors is None or grad is None:
             return
         heads = self.call.heads
         # A later query is an earlier distance: in reverse order the entry of row a and column c is a + c.
-        slopes = self.d_factors.flip(2).permute(1, 2, 0, 3).reshape(heads, BAND_CHUNK, -1, 1)
-        sums = diagonal_sums(slopes).squeeze(2)
+        sums = diagonal_sums(self.d_factors.flip(2).permute(1, 2, 0, 3).reshape(heads, BAND_CHUNK, -1))
         middle = self.call.layout.L - 1 + self.call.layout.offset
         start = middle - self.banded.before * BAND_CHUNK - (BAND_CHUNK - 1)
         index = torch.arange(start, start + sums.shape[1], device=sums.device).clamp_(0, grad.shape[1] - 1)

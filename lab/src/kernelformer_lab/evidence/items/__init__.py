@@ -6,47 +6,20 @@ from collections.abc import Sequence
 
 from kernelformer.errors import unknown
 from kernelformer_lab.evidence.base import Item
-from kernelformer_lab.evidence.items.beyond import RECALL
-from kernelformer_lab.evidence.items.learned_kernels import (
-    EIGENVALUES,
-    GRADIENTS,
-    REVIEW_SENTENCES,
-    SNLI,
-    SPARSITY,
-    VARIANCE,
-)
-from kernelformer_lab.evidence.items.performer import PROTEINS, REDRAWING, TRANSFER
-from kernelformer_lab.evidence.items.relative import CIFAR, ENWIK8, FEATURES, MAPS_ITEM, NORMALIZED, TRANSLATION
-from kernelformer_lab.evidence.items.skyformer import IMAGE, LISTOPS, PATHFINDER, RETRIEVAL, STABILITY, TEXT
+from kernelformer_lab.evidence.items import beyond, learned_kernels, performer, relative, skyformer
 
 # What says most for its time comes first.
-ITEMS: dict[str, Item] = {
-    item.name: item
-    for item in (
-        VARIANCE,
-        EIGENVALUES,
-        STABILITY,
-        ENWIK8,
-        SPARSITY,
-        GRADIENTS,
-        SNLI,
-        REVIEW_SENTENCES,
-        RECALL,
-        MAPS_ITEM,
-        FEATURES,
-        LISTOPS,
-        REDRAWING,
-        TRANSFER,
-        CIFAR,
-        IMAGE,
-        RETRIEVAL,
-        NORMALIZED,
-        PROTEINS,
-        PATHFINDER,
-        TEXT,
-        TRANSLATION,
-    )
+_ORDER = (
+    "variance eigenvalues stability enwik8 sparsity gradients snli sentences recall maps features listops redrawing "
+    "transfer cifar image retrieval normalized proteins pathfinder text translation"
+)
+_EVERY = {
+    x.name: x
+    for module in (beyond, learned_kernels, performer, relative, skyformer)
+    for x in vars(module).values()
+    if isinstance(x, Item)
 }
+ITEMS: dict[str, Item] = {name: _EVERY[name] for name in _ORDER.split()}
 
 
 def find_items(names: Sequence[str]) -> list[Item]:

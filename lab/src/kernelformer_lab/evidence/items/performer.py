@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-from kernelformer_lab.evidence.base import Claim, Item, StudyPart, Training
-from kernelformer_lab.evidence.items.relative import BITS, BYTES
-from kernelformer_lab.evidence.rules import (
-    SAMPLES,
-    Above,
-    All,
-    AtLeast,
-    SmallerCost,
-    moved_at_once,
-    moved_tuned,
-    moved_values,
-)
+from kernelformer_lab.evidence.base import Claim, Item, StudyPart
+from kernelformer_lab.evidence.items.relative import BITS, BYTES, fewer_bits, probed
+from kernelformer_lab.evidence.rules import Above, All, AtLeast, SmallerCost, moved_at_once, moved_tuned, moved_values
 from kernelformer_lab.recipes.papers.performer import UNPROJECTED
 
 PAPER = "Performer"
@@ -38,31 +29,19 @@ REDRAWING = Item(
     "the item enwik8: only what concerns the other runs was open then. All were trained once more to be compared "
     "sample by sample, since the errors added had left the second claim open",
     (
-        Training(
-            "redrawn",
-            "rotary",
-            tuple(map(_rotary, ("softmax", FAVOR, SPHERE, TRIGONOMETRIC, RELU))),
-            BYTES,
-            probes=(SAMPLES,),
-        ),
-        Training(
-            "one draw",
-            "rotary",
-            tuple(map(_rotary, (FAVOR, TRIGONOMETRIC))),
-            {**BYTES, "redraw": None},
-            probes=(SAMPLES,),
-        ),
+        probed("redrawn", "rotary", tuple(map(_rotary, ("softmax", FAVOR, SPHERE, TRIGONOMETRIC, RELU))), BYTES),
+        probed("one draw", "rotary", tuple(map(_rotary, (FAVOR, TRIGONOMETRIC))), {**BYTES, "redraw": None}),
     ),
     (
         Claim(
             "Trigonometric features are worse than positive ones",
             "Fig. 5 right: unstable, far above",
-            Above(_rotary(FAVOR), _rotary(TRIGONOMETRIC), "redrawn", name=BITS, below=True),
+            fewer_bits(_rotary(FAVOR), _rotary(TRIGONOMETRIC), "redrawn"),
         ),
         Claim(
             "Redrawing makes FAVOR+ better",
             "Fig. 5 right, Fig. 15",
-            Above(_rotary(FAVOR), _rotary(FAVOR), "redrawn", "one draw", name=BITS, below=True),
+            fewer_bits(_rotary(FAVOR), _rotary(FAVOR), "redrawn", "one draw"),
         ),
         Claim(
             "FAVOR+ with redrawing, plain and regularized, comes to softmax",
@@ -163,9 +142,9 @@ PROTEINS = Item(
     "Next (UNI) and hidden (BID) amino acids of proteins: softmax, ReLU with and without random projections, FAVOR+",
     "20,000 UniProt sequences of up to 256 instead of TrEMBL's of up to 1024, 3 layers of 96 instead of 36 of 512, "
     "2,000 steps of 8",
-    (
-        Training("next", "performer-protein-uni", PROTEINS_ATTENTIONS, PROTEINS_SETTINGS, probes=(SAMPLES,)),
-        Training("hidden", "performer-protein-bid", PROTEINS_ATTENTIONS, PROTEINS_SETTINGS, probes=(SAMPLES,)),
+    tuple(
+        probed(name, f"performer-protein-{kind}", PROTEINS_ATTENTIONS, PROTEINS_SETTINGS)
+        for name, kind in zip(PROTEIN_PARTS, ("uni", "bid"), strict=True)
     ),
     (
         Claim(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from kernelformer_lab.evidence.base import MAIN, Claim, Item, StudyPart, Training
 from kernelformer_lab.evidence.rules import (
     SAMPLES,
@@ -31,6 +33,9 @@ BYTES = {
 }
 LONGER = {**BYTES, "steps": 3000, "warmup_steps": 300, "eval_every": 500}
 BITS = "bits per byte"
+probed = partial(Training, probes=(SAMPLES,))
+fewer_bits = partial(Above, name=BITS, below=True)
+similar_bits = partial(Alike, name=BITS, margin=0.1)
 ENWIK8 = Item(
     "enwik8",
     PAPER,
@@ -42,7 +47,7 @@ ENWIK8 = Item(
     "were added; that these are compared sample by sample, which alone decides the third claim, came with the longer "
     "runs",
     (
-        Training(
+        probed(
             "main",
             "rotary",
             (
@@ -57,29 +62,22 @@ ENWIK8 = Item(
                 LOCAL,
             ),
             LONGER,
-            probes=(SAMPLES,),
         ),
     ),
     (
-        Claim(
-            "NPRF with RPE beats softmax attention",
-            "perplexity 30.6 against 33.0",
-            Above(NPRF, "softmax", name=BITS, below=True),
-        ),
+        Claim("NPRF with RPE beats softmax attention", "perplexity 30.6 against 33.0", fewer_bits(NPRF, "softmax")),
         Claim(
             "NPRF with RPE beats the Linear Transformer and random feature attention (TRF)",
             "30.6 against 38.4 and 33.6",
-            All([Above(NPRF, x, name=BITS, below=True) for x in ("elu", "rfa:num_features=64")]),
+            All([fewer_bits(NPRF, x) for x in ("elu", "rfa:num_features=64")]),
         ),
         Claim(
             "It is the kernel, not the relative positions, that does it: NPRF beats softmax with the same positions",
             "not compared in the paper",
-            Above(NPRF, BIASED_SOFTMAX, name=BITS, below=True),
+            fewer_bits(NPRF, BIASED_SOFTMAX),
         ),
         Claim(
-            "A kernel on what is far adds to a window of near tokens",
-            "not in the papers",
-            Above(NEAR_FAR, LOCAL, name=BITS, below=True),
+            "A kernel on what is far adds to a window of near tokens", "not in the papers", fewer_bits(NEAR_FAR, LOCAL)
         ),
     ),
     2.6,
@@ -100,17 +98,17 @@ MAPS_ITEM = Item(
     "bytes of enwik8 instead of translation; 800 steps of 8 x 256; 64 features each; frequencies on the sphere and "
     "trigonometric ones are orthogonal, in the paper independent; trained once more to be compared sample by sample, "
     "since the errors added had left the first claim open",
-    (Training("main", "rotary", tuple(MAPS.values()), BYTES, probes=(SAMPLES,)),),
+    (probed("main", "rotary", tuple(MAPS.values()), BYTES),),
     (
         Claim(
             "Positive and trigonometric maps are alike on unit vectors",
             "Sec. 4.5 on Fig. 3b: similar performance",
-            Alike(MAPS["positive"], MAPS["trigonometric"], name=BITS, margin=0.1),
+            similar_bits(MAPS["positive"], MAPS["trigonometric"]),
         ),
         Claim(
             "Orthogonal draws and those on a sphere change little",
             "Sec. 4.5 on Fig. 3b: similar performance",
-            All([Alike(MAPS["positive"], MAPS[x], name=BITS, margin=0.1) for x in ("orthogonal", "sphere")]),
+            All([similar_bits(MAPS["positive"], MAPS[x]) for x in ("orthogonal", "sphere")]),
         ),
     ),
     0.5,
@@ -124,12 +122,12 @@ FEATURES = Item(
     "Fig. 3a",
     "How many features NPRF with relative positions needs: 8, 16, 32, 64",
     "bytes of enwik8 instead of translation; 800 steps of 8 x 256; trained once more to be compared sample by sample",
-    (Training("main", "rotary", SIZES, BYTES, probes=(SAMPLES,)),),
+    (probed("main", "rotary", SIZES, BYTES),),
     (
         Claim(
             "The number of features hardly matters",
             "Fig. 3a and its text: not sensitive, 16 even slightly better",
-            All([Alike(SIZES[3], x, name=BITS, margin=0.1) for x in SIZES[:3]]),
+            All([similar_bits(SIZES[3], x) for x in SIZES[:3]]),
         ),
     ),
     0.4,
@@ -178,6 +176,7 @@ PAIRS = (
 # The paper has a kernel in the decoder "comparable with or even slightly better"; the rule was 0.5 either way at first.
 BETTER_COUNTS = "that more than 0.5 above counts for it too was decided with runs on record"
 TURNED = f"{BETTER_COUNTS}, of which 'within 0.5' had made a contradiction"
+_bleu = partial(AtLeast, name="BLEU", margin=0.5)
 EXACT_CROSS = "softmax to the encoder"
 VERSES = {
     "task.data": "data:bible-en-de",
@@ -200,21 +199,12 @@ TRANSLATION = Item(
     "not speak; runs with softmax there were added when the others were on record, so the claims that name it came "
     "after those",
     (
-        Training("main", "rpe-translation", PAIRS, VERSES, probes=(SAMPLES,)),
-        Training(
-            EXACT_CROSS,
-            "rpe-translation",
-            (PAIRS[1], PAIRS[4]),
-            {**VERSES, "model.cross_attention": "softmax"},
-            probes=(SAMPLES,),
-        ),
+        probed("main", "rpe-translation", PAIRS, VERSES),
+        probed(EXACT_CROSS, "rpe-translation", (PAIRS[1], PAIRS[4]), {**VERSES, "model.cross_attention": "softmax"}),
     ),
     (
         Claim(
-            "A kernel in the decoder costs nothing",
-            "en-de 29.3 against 29.2",
-            AtLeast(PAIRS[1], PAIRS[0], name="BLEU", margin=0.5),
-            BETTER_COUNTS,
+            "A kernel in the decoder costs nothing", "en-de 29.3 against 29.2", _bleu(PAIRS[1], PAIRS[0]), BETTER_COUNTS
         ),
         Claim(
             "A kernel in both encoder and decoder costs BLEU",
@@ -230,19 +220,19 @@ TRANSLATION = Item(
         Claim(
             "NPRF with RPE has the BLEU of softmax or more",
             "29.4 against 29.2",
-            AtLeast(PAIRS[4], PAIRS[0], name="BLEU", margin=0.5),
+            _bleu(PAIRS[4], PAIRS[0]),
             BETTER_COUNTS,
         ),
         Claim(
             "With softmax in the attention to the encoder, a kernel in the decoder costs nothing",
             "en-de 29.3 against 29.2",
-            AtLeast(PAIRS[1], PAIRS[0], EXACT_CROSS, MAIN, name="BLEU", margin=0.5),
+            _bleu(PAIRS[1], PAIRS[0], EXACT_CROSS, MAIN),
             BETTER_COUNTS,
         ),
         Claim(
             "With softmax in the attention to the encoder, NPRF with RPE has the BLEU of softmax or more",
             "29.4 against 29.2",
-            AtLeast(PAIRS[4], PAIRS[0], EXACT_CROSS, MAIN, name="BLEU", margin=0.5),
+            _bleu(PAIRS[4], PAIRS[0], EXACT_CROSS, MAIN),
             TURNED,
         ),
         Claim(
@@ -264,7 +254,7 @@ CIFAR = Item(
     "CIFAR-10 instead of ImageNet, 3 layers of 96 instead of DeiT-base, 1,000 steps of 32 instead of 450 epochs; "
     "trained once more to be compared sample by sample, since the errors added had left the second claim open",
     (
-        Training(
+        probed(
             "main",
             "rpe-imagenet",
             (
@@ -275,7 +265,6 @@ CIFAR = Item(
                 "favor+:num_features=32:draw=iid",
             ),
             {"task.data": "data:cifar10", "steps": 1000, "task.validation_samples": 2000, "eval_every": 500},
-            probes=(SAMPLES,),
         ),
     ),
     (

@@ -25,13 +25,14 @@ ANYWHERE = (
 BIASED = f"nprf:num_features={FEATURES}:relative=1d:max_distance=64"  # clipped, so that its cost is linear
 GRID = f"nprf:num_features={FEATURES}:relative=2d"
 CAUSAL = (*ANYWHERE, BIASED)
-BIDIRECTIONAL = (
-    *ANYWHERE,
-    f"skyformer:num_landmarks={FEATURES}",
-    f"nystromformer:num_landmarks={FEATURES}",
-    BIASED,
-)
+BIDIRECTIONAL = (*ANYWHERE, f"skyformer:num_landmarks={FEATURES}", f"nystromformer:num_landmarks={FEATURES}", BIASED)
 IMAGES = (*BIDIRECTIONAL[:-1], GRID)
+# Options of tasks, in the size for a CPU.
+SHORT_TEXTS = {"length": 128, "vocab_size": 4000, "validation_samples": 128}
+SHORT_SENTENCES = {"length": 128, "vocab_size": 4000, "validation_samples": 1000}
+SHORT_WORDS = {"length": 256, "vocab_size": 4000, "validation_samples": 64}
+SHORT_PAIRS = {"length": 256, "pairs": "halves", "validation_samples": 500}
+SMALL_IMAGES = {"size": 16, "resize": True, "validation_samples": 64}
 SHORT_LISTOPS = {
     "min_length": 10,
     "max_length": 128,

@@ -11,8 +11,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from kernelformer_lab.recipes.papers import base
 from kernelformer_lab.recipes.papers.base import CAUSAL, FEATURES, FULL, IMAGES, Recipe, brief, network, pair, steps_of
-from kernelformer_lab.recipes.papers.learned_kernels import GLUE, MISMATCHED, SAMPLES, START, TITLES
+from kernelformer_lab.recipes.papers.learned_kernels import GLUE, MISMATCHED, START
 from kernelformer_lab.training.config import Run
 
 PAPER = "Kernelized attention with relative positional encoding"
@@ -55,7 +56,7 @@ TABLE_5: dict[str, Any] = {
     "save_every": 10_000,
 }
 BASE = network(12, 12, 768, 3072, dropout=0.1, hidden_act="gelu", norm_first=False, **SHARED)
-SHORT_SENTENCES = network(2, 4, 96, 192, norm_first=True, **OWN)
+SENTENCE_MODEL = network(2, 4, 96, 192, norm_first=True, **OWN)
 VOCABULARY = {"length": 512, "kind": "bpe", "lowercase": True, "vocab_size": 30_522}
 UNSAID = (
     "full: the number of features of pre-trained models is not said: 64, as many as a head is wide; nor the "
@@ -80,13 +81,7 @@ PRETRAIN = pair(
         **TABLE_5,
     ),
     compared=("softmax", with_bias(64)),
-    cpu=_short(
-        500,
-        3e-3,
-        100,
-        task_options={"length": 128, "vocab_size": 4000, "validation_samples": 128},
-        model=SHORT_SENTENCES,
-    ),
+    cpu=_short(500, 3e-3, 100, task_options=base.SHORT_TEXTS, model=SENTENCE_MODEL),
     note=(
         DRAWN,
         UNSAID,
@@ -97,16 +92,17 @@ PRETRAIN = pair(
 
 
 def _fine_tuning(name: str) -> Recipe:
+    accuracy = {"glue": "accuracy"} if name in ("mrpc", "qqp") else {}
     epochs = 5 if name in ("mnli", "qqp", "qnli") else 10
-    steps = steps_of(epochs, SAMPLES[name], 32)
+    steps = steps_of(epochs, GLUE[name].samples, 32)
     return pair(
-        f"GLUE: {TITLES[name]}",
+        f"GLUE: {GLUE[name].title}",
         f"{PAPER}, Table 1 and Table 5",
         full=partial(
             Run,
             task="sentences",
             attention=with_bias(64),
-            task_options={**GLUE[name], **VOCABULARY, **({"glue": "accuracy"} if name in ("mrpc", "qqp") else {})},
+            task_options={**GLUE[name].options, **VOCABULARY, **accuracy},
             model={**BASE, "pooling": "cls", "classifier_act": "tanh"},
             steps=steps,
             batch_size=32,
@@ -117,19 +113,13 @@ def _fine_tuning(name: str) -> Recipe:
             **TABLE_5,
         ),
         compared=("softmax", with_bias(64)),
-        cpu=_short(
-            500,
-            1e-3,
-            100,
-            task_options={"length": 128, "vocab_size": 4000, "validation_samples": 1000},
-            model=SHORT_SENTENCES,
-        ),
+        cpu=_short(500, 1e-3, 100, task_options=base.SHORT_SENTENCES, model=SENTENCE_MODEL),
         note=(
             DRAWN,
             UNSAID,
             "The paper has the best of the learning rates 5e-6, 1e-5, 2e-5, 3e-5, 4e-5 and batches of 16 and 32, each "
             "the median of five seeds; `compare` has one of them and the mean over --seeds.",
-            f"full: {epochs} epochs of {SAMPLES[name]:,} samples.",
+            f"full: {epochs} epochs of {GLUE[name].samples:,} samples.",
             *START,
             *(MISMATCHED if name == "mnli" else ()),
             "cpu: 4,000 tokens, up to 128 a sample, 2 layers of width 96, as rpe-pretrain; " + CLIPPED,
@@ -162,21 +152,8 @@ WIKITEXT = pair(
         learning_rate=2e-3,
         **SECTION_4_2,
     ),
-    compared=(
-        "softmax",
-        "elu",
-        "rfa:num_features=64:draw=iid",
-        "rfa-gate:num_features=64:draw=iid",
-        with_bias(64),
-    ),
-    cpu=_short(
-        300,
-        3e-3,
-        50,
-        task_options={"length": 256, "vocab_size": 4000, "validation_samples": 64},
-        model=network(3, 4, 96, 384, **OWN),
-        batch_size=8,
-    ),
+    compared=("softmax", "elu", "rfa:num_features=64:draw=iid", "rfa-gate:num_features=64:draw=iid", with_bias(64)),
+    cpu=_short(300, 3e-3, 50, task_options=base.SHORT_WORDS, model=network(3, 4, 96, 384, **OWN), batch_size=8),
     small=(*CAUSAL, f"rfa:num_features={FEATURES}", f"rfa-gate:num_features={FEATURES}"),
     note=(
         DRAWN,
@@ -334,14 +311,7 @@ IMAGENET32 = pair(
         **SECTION_4_2,
     ),
     compared=(prf(32), with_bias(32)),
-    cpu=_short(
-        300,
-        3e-3,
-        50,
-        task_options={"size": 16, "resize": True, "validation_samples": 64},
-        model=network(3, 4, 96, 384, **OWN),
-        batch_size=4,
-    ),
+    cpu=_short(300, 3e-3, 50, task_options=base.SMALL_IMAGES, model=network(3, 4, 96, 384, **OWN), batch_size=4),
     small=CAUSAL,
     note=(
         DRAWN,

@@ -11,63 +11,47 @@ to K(x, x): there it is a constant feature of 1 where that is 2 for the mixtures
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from kernelformer_lab.recipes.papers.base import (
-    SHORT_LISTOPS,
-    Recipe,
-    arena_rate,
-    brief,
-    network,
-    pair,
-    several,
-    steps_of,
-)
+from kernelformer_lab.recipes.papers import base
+from kernelformer_lab.recipes.papers.base import Recipe, arena_rate, brief, network, pair, several, steps_of
 from kernelformer_lab.training.config import Run
 
 
-def _glue(name: str, text: str, other: str | None, labels: int, metric: str) -> dict[str, Any]:
-    return {"data": f"hub:nyu-mll/glue:{name}", "text": text, "other": other, "labels": labels, "glue": metric}
+class Glue(NamedTuple):
+    """A task of GLUE: its name, columns, number of labels and metric, its training samples, and what it asks."""
+
+    name: str
+    text: str
+    other: str | None
+    labels: int
+    metric: str
+    samples: int
+    title: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of the task ``sentences``."""
+        columns = {"text": self.text, "other": self.other, "labels": self.labels, "glue": self.metric}
+        return {"data": f"hub:nyu-mll/glue:{self.name}", **columns}
 
 
 # Labels of the test splits are -1, which is to say secret. MNLI is validated on its matched half; the other by
 # validation_split="validation_mismatched".
-GLUE: dict[str, dict[str, Any]] = {
-    "cola": _glue("cola", "sentence", None, 2, "matthews"),
-    "sst2": _glue("sst2", "sentence", None, 2, "accuracy"),
-    "mrpc": _glue("mrpc", "sentence1", "sentence2", 2, "f1"),
-    "qqp": _glue("qqp", "question1", "question2", 2, "f1"),
-    "stsb": _glue("stsb", "sentence1", "sentence2", 1, "pearson"),
-    "mnli": _glue("mnli", "premise", "hypothesis", 3, "accuracy"),
-    "qnli": _glue("qnli", "question", "sentence", 2, "accuracy"),
-    "rte": _glue("rte", "sentence1", "sentence2", 2, "accuracy"),
-    "wnli": _glue("wnli", "sentence1", "sentence2", 2, "accuracy"),
-}
-
-
-# Training samples of each.
-SAMPLES = {
-    "cola": 8_551,
-    "sst2": 67_349,
-    "mrpc": 3_668,
-    "qqp": 363_846,
-    "stsb": 5_749,
-    "mnli": 392_702,
-    "qnli": 104_743,
-    "rte": 2_490,
-    "wnli": 635,
-}
-TITLES = {
-    "cola": "is an English sentence acceptable?",
-    "sst2": "is a sentence of a film review positive?",
-    "mrpc": "do two sentences say the same?",
-    "qqp": "do two questions ask the same?",
-    "stsb": "how similar are two sentences? a number",
-    "mnli": "does a sentence follow from another, contradict it, or neither?",
-    "qnli": "does a sentence answer a question?",
-    "rte": "does a sentence follow from another?",
-    "wnli": "does a sentence with a resolved pronoun follow from another?",
-}
+MNLI = "does a sentence follow from another, contradict it, or neither?"
+WNLI = "does a sentence with a resolved pronoun follow from another?"
+_GLUE = (
+    Glue("cola", "sentence", None, 2, "matthews", 8_551, "is an English sentence acceptable?"),
+    Glue("sst2", "sentence", None, 2, "accuracy", 67_349, "is a sentence of a film review positive?"),
+    Glue("mrpc", "sentence1", "sentence2", 2, "f1", 3_668, "do two sentences say the same?"),
+    Glue("qqp", "question1", "question2", 2, "f1", 363_846, "do two questions ask the same?"),
+    Glue("stsb", "sentence1", "sentence2", 1, "pearson", 5_749, "how similar are two sentences? a number"),
+    Glue("mnli", "premise", "hypothesis", 3, "accuracy", 392_702, MNLI),
+    Glue("qnli", "question", "sentence", 2, "accuracy", 104_743, "does a sentence answer a question?"),
+    Glue("rte", "sentence1", "sentence2", 2, "accuracy", 2_490, "does a sentence follow from another?"),
+    Glue("wnli", "sentence1", "sentence2", 2, "accuracy", 635, WNLI),
+)
+GLUE = {x.name: x for x in _GLUE}
 START = (
     "Without --set start=FOLDER of a pre-training run of the same size, and --set task.tokenizer=FOLDER for its "
     "vocabulary, all weights are new. The first token of the pooling is new in any case.",
@@ -147,21 +131,19 @@ def _arena(layers: int, heads: int, width: int, feed: int, **more: Any) -> dict[
     return network(layers, heads, width, feed, **{**own, **more}, classifier_size=feed, classifier_act="relu")
 
 
+def _printed(task: str, features: int, model: dict[str, Any], rate: dict[str, Any], **options: Any) -> partial[Run]:
+    """A run of Table 6; ``options`` are those of the task."""
+    attention = f"fastfood-prf:num_features={features}"
+    own: dict[str, Any] = {"batch_size": 32, "weight_decay": 0.1, **rate, **ARENA}
+    return partial(Run, task=task, attention=attention, task_options=options, model=model, **own)
+
+
 LISTOPS = pair(
     "ListOps of Long Range Arena: nested operators over digits, lengths 500 to 2000",
     "Learning the Transformer Kernel, Tables 6 and 7",
-    full=partial(
-        Run,
-        task="listops",
-        attention="fastfood-prf:num_features=64",
-        model=_arena(6, 8, 512, 2048, head_dim=64),
-        batch_size=32,
-        weight_decay=0.1,
-        **arena_rate(5e-3, 1000, 10_000),
-        **ARENA,
-    ),
+    full=_printed("listops", 64, _arena(6, 8, 512, 2048, head_dim=64), arena_rate(5e-3, 1000, 10_000)),
     compared=kernels("listops"),
-    cpu=_short(800, 2e-3, 200, batch_size=32, task_options=SHORT_LISTOPS, model=SMALL),
+    cpu=_short(800, 2e-3, 200, batch_size=32, task_options=base.SHORT_LISTOPS, model=SMALL),
     note=(
         *ANY_KERNEL,
         *BASELINES,
@@ -171,19 +153,18 @@ LISTOPS = pair(
     ),
 )
 
+IMDB = {"data": "hub:stanfordnlp/imdb", "length": 4000, "validation_split": "test"}
 TEXT = pair(
     "Text of Long Range Arena: reviews of IMDb, positive or negative, byte by byte",
     "Learning the Transformer Kernel, Tables 6 and 7",
-    full=partial(
-        Run,
-        task="text",
-        attention="fastfood-prf:num_features=64",
-        task_options={"data": "hub:stanfordnlp/imdb", "length": 4000, "validation_split": "test"},
-        model=_arena(4, 4, 256, 1024, head_dim=64),
-        batch_size=32,
-        weight_decay=0.1,
-        **arena_rate(5e-2, 8000, 20_000),
-        **ARENA,
+    full=_printed(
+        "text",
+        64,
+        _arena(4, 4, 256, 1024, head_dim=64),
+        arena_rate(5e-2, 8000, 20_000),
+        data="hub:stanfordnlp/imdb",
+        length=4000,
+        validation_split="test",
     ),
     compared=[x.replace("smoothing=0.5", "smoothing=0.0648") for x in kernels("text")],
     cpu=_short(
@@ -206,19 +187,9 @@ TEXT = pair(
 RETRIEVAL = pair(
     "Retrieval of Long Range Arena: does one paper cite the other? two texts, byte by byte",
     "Learning the Transformer Kernel, Tables 6 and 7",
-    full=partial(
-        Run,
-        task="retrieval",
-        attention="fastfood-prf:num_features=32",
-        task_options={"length": 4000},
-        model=_arena(4, 4, 128, 512, head_dim=32),
-        batch_size=32,
-        weight_decay=0.1,
-        **arena_rate(5e-2, 8000, 5000),
-        **ARENA,
-    ),
+    full=_printed("retrieval", 32, _arena(4, 4, 128, 512, head_dim=32), arena_rate(5e-2, 8000, 5000), length=4000),
     compared=kernels("retrieval"),
-    cpu=_short(400, 2e-3, 100, task_options={"length": 256, "pairs": "halves", "validation_samples": 500}, model=SMALL),
+    cpu=_short(400, 2e-3, 100, task_options=base.SHORT_PAIRS, model=SMALL),
     note=(
         *ANY_KERNEL,
         *BASELINES,
@@ -332,7 +303,7 @@ TABLE_8: dict[str, Any] = {
     "save_every": 1000,
 }
 BERT_LIKE = network(3, 10, 300, 512, head_dim=64, dropout=0.1, hidden_act="gelu", positions="sinusoidal")
-SHORT_SENTENCES = network(2, 4, 96, 192, head_dim=32, dropout=0.0)
+SENTENCE_MODEL = network(2, 4, 96, 192, head_dim=32, dropout=0.0)
 WORDPIECE = {"kind": "wordpiece", "vocab_size": 30_522, "length": 512}
 TRIED = ["softmax", *several(KERNELS, (64, 128))]
 WORDS = 103_227_021  # of WikiText-103
@@ -353,13 +324,7 @@ WIKITEXT = pair(
         **TABLE_8,
     ),
     compared=TRIED,
-    cpu=_short(
-        500,
-        3e-3,
-        100,
-        task_options={"length": 128, "vocab_size": 4000, "validation_samples": 128},
-        model=SHORT_SENTENCES,
-    ),
+    cpu=_short(500, 3e-3, 100, task_options=base.SHORT_TEXTS, model=SENTENCE_MODEL),
     note=(
         *ANY_KERNEL,
         SMOOTHING,
@@ -371,15 +336,15 @@ WIKITEXT = pair(
 
 
 def _fine_tuning(name: str) -> Recipe:
-    steps = steps_of(10, SAMPLES[name], 64)
+    steps = steps_of(10, GLUE[name].samples, 64)
     return pair(
-        f"GLUE: {TITLES[name]}",
+        f"GLUE: {GLUE[name].title}",
         "Learning the Transformer Kernel, Table 8 and Sec. 3.3",
         full=partial(
             Run,
             task="sentences",
             attention="fastfood-prf:num_features=64",
-            task_options={**GLUE[name], **WORDPIECE},
+            task_options={**GLUE[name].options, **WORDPIECE},
             model={**BERT_LIKE, "pooling": "cls", "classifier_size": 128, "classifier_act": "tanh"},
             steps=steps,
             learning_rate=1e-4,
@@ -387,19 +352,13 @@ def _fine_tuning(name: str) -> Recipe:
             **TABLE_8,
         ),
         compared=TRIED,
-        cpu=_short(
-            500,
-            1e-3,
-            100,
-            task_options={"length": 128, "vocab_size": 4000, "validation_samples": 1000},
-            model=SHORT_SENTENCES,
-        ),
+        cpu=_short(500, 1e-3, 100, task_options=base.SHORT_SENTENCES, model=SENTENCE_MODEL),
         note=(
             *ANY_KERNEL,
             SMOOTHING,
             "The paper tries the learning rates 2e-3, 5e-4, 1e-4, 2e-5, 5e-6, here 1e-4, and does not say how many "
             "seeds: --seeds.",
-            f"full: 10 epochs of {SAMPLES[name]:,} samples.",
+            f"full: 10 epochs of {GLUE[name].samples:,} samples.",
             "Table 13, what FastFood learns: --attention fastfood-rks:learn=none:num_features=64, and learn=S.",
             *START,
             *(MISMATCHED if name == "mnli" else ()),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from kernelformer_lab.recipes.papers import base
 from kernelformer_lab.recipes.papers.base import CAUSAL, Recipe, brief, network, pair
 from kernelformer_lab.training.config import Run
 
@@ -139,12 +140,7 @@ PIXELS = pair(
     "Performer, Fig. 7 left, App. A and D.2 (ImageNet64)",
     full=_full("pixels", RELU, REGULAR, 100_000, 64, size=64),
     compared=(RELU, UNPROJECTED, FAVOR, "favor+regularized:num_features=256"),
-    cpu={
-        **SHORT,
-        "task_options": {"size": 16, "resize": True, "validation_samples": 64},
-        "model": SMALL,
-        "batch_size": 4,
-    },
+    cpu={**SHORT, "task_options": base.SMALL_IMAGES, "model": SMALL, "batch_size": 4},
     small=CAUSAL,
     note=(
         "full: --set model.num_hidden_layers=12 is the paper's other depth.",
@@ -160,12 +156,7 @@ PG19 = pair(
     "Performer, Fig. 5 right and App. A.1.1",
     full=_full("masked", FAVOR, REGULAR, 100_000, 256, length=1024, vocab_size=32_768),
     compared=("softmax", FAVOR, "favor+regularized:num_features=256", "trigonometric:num_features=256", LINFORMER),
-    cpu={
-        **SHORT,
-        "task_options": {"length": 128, "vocab_size": 4000, "validation_samples": 128},
-        "model": SMALL,
-        "batch_size": 16,
-    },
+    cpu={**SHORT, "task_options": base.SHORT_TEXTS, "model": SMALL, "batch_size": 16},
     note=(
         "full: sequence length and steps are not said, here 1024 and 100,000.",
         "The vocabulary is of byte pairs, the paper's a unigram one; perplexity is per token, the paper's per word.",
@@ -181,11 +172,7 @@ LM1B = pair(
     "Performer, Fig. 5 left (LM1B)",
     full=_full("words", FAVOR, REGULAR, 100_000, 256, length=512, vocab_size=32_768),
     compared=("softmax", FAVOR, "trigonometric:num_features=256"),
-    cpu={
-        **SHORT,
-        "task_options": {"length": 256, "vocab_size": 4000, "validation_samples": 64},
-        "model": SMALL,
-    },
+    cpu={**SHORT, "task_options": base.SHORT_WORDS, "model": SMALL},
     small=CAUSAL,
     note=(
         "First train with --attention softmax, then --set start=FOLDER of that run.",

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from kernelformer_lab.recipes.papers.base import SHORT_LISTOPS, Recipe, brief, network, pair
+from kernelformer_lab.recipes.papers import base
+from kernelformer_lab.recipes.papers.base import Recipe, brief, network, pair
 from kernelformer_lab.training.config import Run
 
 SOURCE = "Skyformer, Table 1 and Sec. 5"
@@ -117,14 +118,14 @@ SKYFORMER: dict[str, Recipe] = {
         "listops",
         (f"cpu: expressions of 11 to 127 tokens, at most 6 deep, with up to 5 arguments; {SHORTER}",),
         {},
-        _short(800, 2e-3, 200, task_options=SHORT_LISTOPS),
+        _short(800, 2e-3, 200, task_options=base.SHORT_LISTOPS),
     ),
     "sky-retrieval": _arena(
         "Retrieval of Long Range Arena: does one paper cite the other? two texts, byte by byte",
         "retrieval",
         (f"cpu: halves of single texts, as of IMDb, of 256 bytes; {SHORTER}",),
         {"length": 4000},
-        _short(400, 2e-3, 100, task_options={"length": 256, "pairs": "halves", "validation_samples": 500}),
+        _short(400, 2e-3, 100, task_options=base.SHORT_PAIRS),
     ),
     "sky-pathfinder": _arena(
         "Pathfinder of Long Range Arena: are two marked ends those of one dashed path? 1024 pixels",

@@ -1,0 +1,261 @@
+"""Attention with a relative bias: by bands where a positive map has a level bias beyond a window, by pairs elsewhere.
+
+Both are one operator for compiled graphs, which see no loop over segments. Rows that the bands have lost are done again
+by the pairs' formula in log space; where an operator has to go backwards through plain operations, it runs them again
+under autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from kernelformer.attention.blocks import gather_grads
+from kernelformer.attention.plain.layout import autograd_inside
+from kernelformer.attention.plain.pairs import BiasPairs, Rows, end_sums, pairs_attention, prepared, with_exact_rows
+from kernelformer.attention.relative.banded import AGAIN, Banded, BandedBackward, BandedCall
+from kernelformer.attention.relative.call import (
+    NUM_SETTINGS,
+    NUM_TENSORS,
+    SETTINGS,
+    TENSORS,
+    RelativeCall,
+    flatten,
+    unflatten,
+)
+from kernelformer.contract import PositiveSpec, compute_dtype, lookup, no_tangents
+
+OUTPUTS = "Tensor out, Tensor units, Tensor inverses"  # as the operators name what the backward pass needs of them
+FORWARD = f"({TENSORS}, {SETTINGS}, SymInt keep) -> (Tensor, Tensor, Tensor, Tensor[])"
+# `end` is empty, or the shift of the returned sums and the gradients of the other three; what comes back last are the
+# gradients of kv, ks and ns of the state, then of the state on the right. `units` is of no use.
+BACKWARD = (
+    f"(Tensor grad, {TENSORS}, {OUTPUTS}, Tensor[] end, {SETTINGS}, SymInt keep, "
+    f"bool learn, bool learn_bias, bool learn_state) -> (Tensor, Tensor, Tensor, Tensor, Tensor[], Tensor[])"
+)
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]
+
+
+def is_banded(call: RelativeCall) -> bool:
+    """Use bands: a positive map whose bias is constant beyond a window."""
+    level = call.window is not None and call.slope is None
+    return level and isinstance(lookup(call.spec), PositiveSpec) and min(call.layout.L, call.layout.S) > 0
+
+
+def _split(arguments: Sequence[Any], *counts: int) -> list[Sequence[Any]]:
+    """Arguments in pieces of these lengths."""
+    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+    return [arguments[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+
+def _leaves(call: RelativeCall) -> tuple[RelativeCall, list[Tensor]]:
+    """The call with tensors of its own that autograd follows: inputs, bias, the map's tensors and the states' sums."""
+
+    def leaf(x: Tensor) -> Tensor:
+        return x.detach().requires_grad_()
+
+    state, right = ([x if i == 0 else leaf(x) for i, x in enumerate(y)] for y in (call.state, call.right_state))
+    query, key, value, bias = (leaf(x) for x in (call.query, call.key, call.value, call.bias))
+    tensors = [leaf(x) for x in call.tensors]
+    own = replace(call, query=query, key=key, value=value, bias=bias, tensors=tensors, state=state, right_state=right)
+    return own, [query, key, value, bias, *tensors, *state[1:], *right[1:]]
+
+
+@torch.library.custom_op("kernelformer::relative_attention", mutates_args=(), schema=FORWARD)
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    tensor_arguments, settings, (keep,) = _split(arguments, NUM_TENSORS, NUM_SETTINGS, 1)
+    call = RelativeCall.of(tensor_arguments, settings)
+    B, H, L, _ = call.query.shape
+    nothing = call.query.new_empty(0, dtype=compute_dtype(call.query.dtype))
+    if not is_banded(call):
+        out, end = pairs_attention(call, keep=None if keep < 0 else keep)
+        return out, nothing, nothing.clone(), [x.clone() for x in end]
+    out = call.query.new_empty(B, H, L, call.value.shape[3])
+    inverses = nothing.new_zeros(B, H, L, 1)
+    bands, ends = BandedCall(call), []
+    for block in bands.blocks():
+        sums = Banded(block).forward(out, inverses, keep)
+        ends += [] if sums is None else [sums.state(block)]
+    lost = inverses.squeeze(3) == AGAIN
+    if bool(lost.any()):
+        out = with_exact_rows(_rows(call), out, lost)
+    if keep >= 0 and not ends:  # of no samples
+        return out, nothing, inverses, _empty_sums(call)
+    return out, nothing, inverses, [torch.cat(x) for x in zip(*ends, strict=True)] if ends else []
+
+
+def _rows(call: RelativeCall) -> Rows:
+    inner = prepared(call)
+    return Rows(inner, BiasPairs.of(inner))
+
+
+def _empty_sums(call: RelativeCall) -> list[Tensor]:
+    """Room for the sums (B, H, ...) of a call: shift, kv, ks and ns."""
+    query, spec = call.query, lookup(call.spec)
+    features, width = spec.feature_dim(call.tensors, query.shape[3]), call.value.shape[3]
+    sizes = ((1, features if spec.family == "positive" else 1), (features, width), (features, 1), (1, 1))
+    return [query.new_empty(*query.shape[:2], *x, dtype=compute_dtype(query.dtype)) for x in sizes]
+
+
+@_forward.register_fake
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    tensor_arguments, settings, (keep,) = _split(arguments, NUM_TENSORS, NUM_SETTINGS, 1)
+    call = RelativeCall.of(tensor_arguments, settings)
+    query = call.query
+    nothing = query.new_empty(0, dtype=compute_dtype(query.dtype))
+    inverses = nothing.new_empty(*query.shape[:3], 1) if is_banded(call) else torch.empty_like(nothing)
+    sums = _empty_sums(call) if keep >= 0 else []
+    return query.new_empty(*query.shape[:3], call.value.shape[3]), nothing, inverses, sums
+
+
+@torch.library.custom_op("kernelformer::relative_attention_backward", mutates_args=(), schema=BACKWARD)
+def _backward(*arguments: Any) -> Gradients:
+    (grad,), tensor_arguments, (out, _, inverses), (end,), settings, (keep, learn, learn_bias, learn_state) = _split(
+        arguments, 1, NUM_TENSORS, 3, 1, NUM_SETTINGS, 4
+    )
+    call = RelativeCall.of(tensor_arguments, settings)
+    if not is_banded(call):
+        found = _recomputed_grads(call, grad, end, keep, None)
+    else:
+        bands = BandedCall(call, learn_bias, learn_state)
+        inputs = (call.query, call.key, call.value)
+        own = [torch.zeros(x.shape, dtype=bands.dtype, device=x.device) for x in inputs]
+        totals = [torch.zeros_like(x) for x in call.tensors] if learn else []
+        for block in bands.blocks(learn):
+            BandedBackward(block, grad, out, inverses, own).run()
+            if learn:
+                gather_grads(totals, block.map.tensor_grads(), block.block, block.count, bands.heads)
+        d_bias = torch.zeros_like(call.bias) if bands.bias_grad is None else bands.bias_grad.to(call.bias.dtype)
+        states = [*bands.state_grads[-1], *bands.state_grads[1]]
+        own, more = [x.to(y.dtype) for x, y in zip(own, inputs, strict=True)], None
+        lost = inverses.squeeze(3) == AGAIN
+        if end or bool(lost.any()):
+            more = _recomputed_grads(call, grad, end, keep, lost)
+        found = _added([*own, d_bias], totals, states, more, len(call.tensors))
+    count = 4 + len(call.tensors)
+    dq, dk, dv, d_bias = found[:4]
+    return dq, dk, dv, d_bias, found[4:count] if learn else [], found[count:] if learn_state else []
+
+
+def _added(
+    first: list[Tensor], totals: list[Tensor], states: list[Tensor], more: list[Tensor] | None, count: int
+) -> list[Tensor]:
+    """Gradients of the bands and those of plain operations; totals and states are empty where none are wanted."""
+    if more is None:
+        return [*first, *(totals or [torch.empty(0)] * count), *states]
+    given = [*first, *(totals or more[4 : 4 + count]), *(states or more[4 + count :])]
+    wanted = [True] * 4 + [bool(totals)] * count + [bool(states)] * (len(given) - 4 - count)
+    return [x + y if w else x for x, y, w in zip(given, more, wanted, strict=True)]
+
+
+def _recomputed_grads(
+    call: RelativeCall, grad: Tensor, end: Sequence[Tensor], keep: int, lost: Tensor | None
+) -> list[Tensor]:
+    """Gradients of all `_leaves` by plain operations: of the whole call, or of lost rows and of the sums alone.
+
+    Args:
+        call: the inputs.
+        grad: of the outputs.
+        end: the shift of the sums that were returned, and the gradients of the others; or nothing.
+        keep: number of last keys that are not in the sums.
+        lost: (B, H, L), the rows of ``grad`` that count; None: all.
+    """
+    with autograd_inside():
+        own, leaves = _leaves(call)
+        outs, grads, sums = list[Tensor](), list[Tensor](), list[Tensor]()
+        if lost is None:
+            out, sums = pairs_attention(own, keep=keep if end else None)
+            outs, grads = [out], [grad]
+        else:
+            rows = _rows(own)
+            if bool(lost.any()):
+                zeros = rows.call.query.new_zeros(*lost.shape, call.value.shape[3])
+                outs = [with_exact_rows(rows, zeros, lost)]
+                grads = [grad.to(zeros.dtype)]
+            sums = end_sums(rows, keep) if end else []
+        if end:  # a shift is a gauge: these may stand at another one
+            gain = (sums[0] - end[0]).exp().mT
+            count = 3 if gain.shape[2] == 1 else 2
+            outs += [x * gain for x in sums[1 : 1 + count]]
+            grads += end[1 : 1 + count]
+        pairs = [(x, g) for x, g in zip(outs, grads, strict=True) if x.requires_grad]
+        if not pairs:
+            return [torch.zeros_like(x) for x in leaves]
+        found = torch.autograd.grad([x for x, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True)
+    # An operator may not return one tensor twice, nor its input.
+    return [torch.zeros_like(x) if g is None else g.clone() for x, g in zip(leaves, found, strict=True)]
+
+
+@_backward.register_fake
+def _(*arguments: Any) -> Gradients:
+    _, (query, key, value, _, tensors, bias, _, *states), *_, (_, learn, _, learn_state) = _split(
+        arguments, 1, NUM_TENSORS, 3, 1, NUM_SETTINGS, 4
+    )
+    made = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value, bias)]
+    sums = [x for state in states for x in state[1:]] if learn_state else []
+    d_sums = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in sums]
+    return made[0], made[1], made[2], made[3], [torch.empty_like(x) for x in tensors] if learn else [], d_sums
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    tensor_arguments, ctx.attention_settings, (ctx.keep,) = _split(inputs, NUM_TENSORS, NUM_SETTINGS, 1)
+    call = RelativeCall.of(tensor_arguments, ctx.attention_settings)
+    ctx.set_materialize_grads(False)
+    learns_state = any(x.requires_grad for x in (*call.state, *call.right_state))
+    ctx.learn = (any(x.requires_grad for x in call.tensors), call.bias.requires_grad, learns_state)
+    flat, ctx.lengths = flatten([*tensor_arguments, *output])
+    ctx.save_for_backward(*flat)
+
+
+def _grad(ctx: Any, grad: Tensor | None, _: Any, __: Any, d_end: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    *arguments, out, row_scale, inverses, end = unflatten(ctx.saved_tensors, ctx.lengths)
+    grads: list[Any] = [[None] * len(x) if isinstance(x, list) else None for x in arguments]
+    asked = [*d_end[1:]]  # not of the shift, which is a gauge
+    if grad is not None or any(x is not None for x in asked):
+        grad = torch.zeros_like(out) if grad is None else grad
+        sums = [torch.zeros_like(y) if x is None else x for x, y in zip(asked, end[1:], strict=True)]
+        given = [end[0], *sums] if any(x is not None for x in asked) else []
+        *inputs, d_bias, totals, d_state = _backward(
+            grad, *arguments, out, row_scale, inverses, given, *ctx.attention_settings, ctx.keep, *ctx.learn
+        )
+        grads[:3] = inputs
+        if ctx.learn[0]:
+            grads[4] = totals
+        if ctx.learn[1]:
+            grads[5] = d_bias
+        if ctx.learn[2]:
+            count = len(arguments[7][1:])
+            grads[7:9] = ([None, *x] if x else [] for x in (d_state[:count], d_state[count:]))
+    return (*grads, *[None] * (NUM_SETTINGS + 1))
+
+
+_forward.register_autograd(_grad, setup_context=_save)
+
+
+def relative_attention(call: RelativeCall, *, keep: int | None = None) -> tuple[Tensor, list[Tensor]]:
+    """Attend with a relative bias, pair by pair; with a window, what lies beyond it by sums.
+
+    Args:
+        call: the inputs.
+        keep: also return the sums of the state and of all keys but the last ``keep``.
+
+    Returns:
+        (B, H, L, E) in the dtype of the query, zero where no key is visible, and the sums (B, H, ...), or []: the state
+        of a call whose first query comes right after the last key.
+    """
+    if call.right_state and call.is_causal:
+        raise ValueError("right_state holds keys that a causal call does not see; leave it out, or is_causal=False.")
+    if (call.state or call.right_state) and call.window is None:
+        raise ValueError("sums of keys have the bias beyond a window, got window=None; give window=, or all keys.")
+    transformed = forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+    if not torch.compiler.is_compiling() and (transformed or not is_banded(call)):
+        return pairs_attention(call, keep=keep)
+    tensors = {"query": call.query, "key": call.key, "value": call.value, "bias": call.bias, "slope": call.slope}
+    no_tangents(**tensors, a_parameter_of_the_feature_map=call.tensors, state=call.state, right_state=call.right_state)
+    out, _, _, end = _forward(*call.tensor_arguments, *call.settings, -1 if keep is None else keep)
+    return out, end

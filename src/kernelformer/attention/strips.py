@@ -1,0 +1,1041 @@
+"""Near/far attention of a positive map, or of no map, block by block.
+
+A block of C queries meets a strip of key blocks: its own and those that its window reaches into. A pair of tokens in
+the strip is near, far or not visible, with weight exp(s_ij), phi(q_i) . phi(k_j) or 0: one matrix of weights, and one
+product with the values. All other keys are far from every query of the block. Their sums on the left and, where later
+keys count too, on the right are merged in one state a block, feature by feature (`positive` has the state's algebra):
+
+    A_m = log sum over left, right and strip of phi_m(k_j)          p_im = phi_m(q_i) e^(A_m) / max_m(...)
+    out_i = sum_strip W_ij v_j + sum_m W_im mean_m                  W divided by the sum of near and far weights
+
+Rows that see too little of their mixture, since a key of the strip that they do not see dwarfs all others, are computed
+again in log space.
+
+Groups of blocks are worked on at once. Rows are ordered by (block, sample, key head), so that the key blocks at one
+place of all strips are a slice of one buffer. The sums on the right come from a pass over the keys from the end, their
+gradients from a pass over the queries from the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernelformer.attention import positive
+from kernelformer.attention.blocks import empty_rows, gather_grads, grouped, rows_of, spans, spread, visible_pair
+from kernelformer.attention.near import NearBias, Sinks, near_blocks
+from kernelformer.attention.near_far_call import NOTHING, NearFarCall
+from kernelformer.attention.positive import EMPTY, PositiveEngine, Rescue, rescue_backward, rescued_rows, softmax_mass
+from kernelformer.contract import PositiveChunks, PositiveSpec, Workspace, compute_dtype, lookup
+
+
+class FarBlock(NamedTuple):
+    """A block of the strip with far keys.
+
+    Args:
+        at: its place in the strip.
+        side: whose factor its weights have: 0, that of the left, or 1, that of the right.
+        mask: (C, C) bool, which pairs are far.
+    """
+
+    at: int
+    side: int
+    mask: Tensor
+
+
+class Ladder(NamedTuple):
+    """Sums of the keys on one side of the strips of c blocks.
+
+    On the left entry t is that before block t, on the right that after block t - 1: each has one entry more than there
+    are blocks, from which the next group goes on.
+
+    Args:
+        log: (c + 1, N, M, 1) log masses.
+        mean: (c + 1, N, M, E).
+        keep: (c, N, M, 1), the share of the keys before in the sums after a step.
+        add: (c, N, M, 1), that of the key block that the step adds.
+        first: the key block that step 0 adds.
+    """
+
+    log: Tensor
+    mean: Tensor
+    keep: Tensor
+    add: Tensor
+    first: int
+
+
+class Strips:
+    """One call with what its groups share."""
+
+    def __init__(self, call: NearFarCall, learn: bool = False) -> None:
+        self.call, self.learn = call, learn
+        self.s = s = call.shapes
+        self.dtype = compute_dtype(call.query.dtype)
+        self.work = Workspace(self.dtype, call.query.device)
+        self.samples = s.samples()
+        self.size, self.together = s.causal(self.samples)
+        # No farther than there are keys.
+        reach = (s.L - 1 + call.offset, s.S - 1 - call.offset)
+        self.left, self.right = (
+            max(0, min(blocks, -(-keys // self.size)))
+            for blocks, keys in zip(near_blocks(call.window, self.size, call.is_causal), reach, strict=True)
+        )
+        self.blocks = self.left + 1 + self.right  # of a strip
+        self.total = self.left + self.together + self.right  # of a group
+        self.sides = 0 if not call.spec else 1 if call.is_causal else 2
+        self.sinks = Sinks(*call.sinks) if call.sinks else None
+        self.bias = NearBias(*call.bias) if call.bias else None
+        self.count = 0 if self.sinks is None else self.sinks.position.shape[1]
+        self.q5, self.k5, self.v5 = (grouped(x, s.G) for x in (call.query, call.key, call.value))
+        keys = torch.arange(self.blocks * self.size, device=self.work.device) - self.left * self.size
+        self.distance = keys - torch.arange(self.size, device=self.work.device).unsqueeze(1)  # j - i, (C, blocks C)
+        # Both sides' factors are part of the logarithms of the sums where they differ; else rows have them.
+        self.inner = self.bias is not None and self.sides == 2
+        self.far = self._far_blocks() if self.sides else []
+        mask = torch.cat([x.mask for x in self.far] or [self.distance[:, :0]], 1)
+        self.far_mask = mask.to(self.dtype).repeat(s.R, 1)  # (R C, n C)
+        self.width = self.count + (self.blocks * self.size if call.window or self.far else 0)
+        self.near = self.width if call.window else self.count  # columns of the strip that may be near; others are far
+        self.band = self._band()
+        self.far_logs = call.query.new_zeros(2, s.H, dtype=self.dtype)
+        if call.beta is not None:
+            self.far_logs = self.far_logs + call.beta.to(self.dtype)
+        if self.bias is not None:
+            self.far_logs = self.far_logs + self.bias.tails.to(self.dtype).clamp_min(EMPTY)
+
+    def _far_blocks(self) -> list[FarBlock]:
+        first_right = max(self.call.window, 1)
+        sides = [self.distance <= -self.call.window, self.distance >= first_right][: self.sides]
+        found = []
+        for at in range(self.blocks):
+            nearest, farthest = ((at - self.left) * self.size + x * (self.size - 1) for x in (-1, 1))
+            reached = [nearest <= -self.call.window, farthest >= first_right][: self.sides]
+            masks = [x[:, at * self.size : (at + 1) * self.size] for x in sides]
+            if not self.inner:
+                masks, reached = [torch.stack(masks).any(0)], [any(reached)]
+            found += [FarBlock(at, side, x) for side, x in enumerate(masks) if reached[side]]
+        return found
+
+    def _band(self) -> Tensor:
+        """What is added to the scores of every block, (1 or G, R C, near): 0 or the bias, EMPTY outside the window."""
+        call, s, width = self.call, self.s, self.near - self.count
+        distance = self.distance[:, :width]
+        inside = distance.abs() < call.window
+        if call.is_causal:
+            inside &= distance <= 0
+        if self.bias is None:
+            band = torch.zeros_like(inside, dtype=self.dtype).masked_fill_(~inside, EMPTY)
+            return F.pad(band, (self.count, 0)).repeat(s.R, 1).unsqueeze(0)
+        band = self.bias.tails.new_zeros(s.H, self.size, width, dtype=self.dtype)
+        if width:
+            index = (distance + call.window - 1).clamp(0, 2 * call.window - 2).flatten()
+            # A bias of -inf hides, as EMPTY does.
+            band = self.bias.band.to(self.dtype)[:, index].view(band.shape).clamp_min(EMPTY).masked_fill(~inside, EMPTY)
+        return F.pad(band, (self.count, 0)).view(s.G, -1, self.near)
+
+    def sample_blocks(self) -> list[slice]:
+        """Blocks of samples."""
+        return [slice(first, last) for first, last in spans(self.s.B, self.samples)]
+
+    def groups(self) -> list[int]:
+        """The first query of every group."""
+        return list(range(0, self.s.L, self.size * self.together))
+
+    def by_key_head(self, x: Tensor) -> Tensor:
+        """A number per query (B, H, L) as (B, G, R, L, 1), a view."""
+        return grouped(x.unsqueeze(3), self.s.G)
+
+    def _inside(self, first: int, blocks: int, length: int) -> tuple[int, int, int, int]:
+        """Of the tokens of some blocks: first and last that exist, and how many places before and after are empty."""
+        last = first + blocks * self.size
+        low, high = (min(max(x, 0), length) for x in (first, last))
+        before = min(max(0, -first), last - first)
+        return low, high, before, last - first - before - (high - low)
+
+    def rows(self, name: str, x: Tensor, block: slice, first: int, blocks: int) -> Tensor:
+        """Blocks of tokens (B, G, R, T, X) as rows (blocks N, R C, X) in a buffer; zeros where there are none."""
+        x = x[block]
+        b, g, r, length, width = x.shape
+        low, high, before, after = self._inside(first, blocks, length)
+        piece = x[:, :, :, low:high]
+        if before or after:
+            piece = F.pad(piece, (0, 0, before, after))
+        rows = self.work.take(name, blocks, b, g, r, self.size, width)
+        rows.copy_(piece.unflatten(3, (blocks, self.size)).permute(3, 0, 1, 2, 4, 5))
+        return rows.view(blocks * b * g, r * self.size, width)
+
+    def put(self, target: Tensor, rows: Tensor, block: slice, first: int, add: bool = False) -> None:
+        """Write rows back to (B, G, R, T, X), or add them."""
+        target = target[block]
+        b, g, r, length, width = target.shape
+        blocks = rows.shape[0] // (b * g)
+        low, high, before, after = self._inside(first, blocks, length)
+        whole, target = (
+            rows.view(blocks, b, g, r, self.size, width).permute(1, 2, 3, 0, 4, 5),
+            target[:, :, :, low:high],
+        )
+        if before or after:
+            whole = whole.flatten(3, 4)[:, :, :, before : before + high - low]
+        else:
+            target = target.unflatten(3, (blocks, self.size))
+        target.add_(whole) if add else target.copy_(whole)
+
+    def hidden(self, mask: Tensor | None, block: slice, first: int) -> Tensor | None:
+        """Which keys of a group do not count, (k, b, C) bool; None where all do, as in most groups under most masks."""
+        low, high, before, after = self._inside(first, self.total, self.s.S)
+        whole = before == after == 0
+        if mask is None and whole:
+            return None
+        visible = self.k5.new_ones(block.stop - block.start, high - low, dtype=torch.bool)
+        if mask is not None:
+            visible = mask[block, low:high]
+            if whole and bool(visible.all()):
+                return None
+        hidden: Tensor = F.pad(~visible, (before, after), value=True).unflatten(1, (self.total, -1))
+        return hidden.transpose(0, 1)
+
+
+class Group:
+    """Tensors of a group: queries (c N, R C, D), keys and values of its strips (k N, C, X), 0 where hidden.
+
+    Args:
+        st: the call.
+        block: of samples.
+        start: the first query.
+    """
+
+    def __init__(self, st: Strips, block: slice, start: int) -> None:
+        call = st.call
+        self.start, self.first = start, start + call.offset - st.left * st.size
+        self.xq = st.rows("q", st.q5, block, start, st.together)
+        self.hidden = self.far_hidden = st.hidden(call.key_mask, block, self.first)
+        if call.far_mask is not call.key_mask and st.sides:
+            self.far_hidden = st.hidden(call.far_mask, block, self.first)
+        self._rows = partial(st.rows, block=block, first=self.first, blocks=st.total)
+        self._st = st
+
+    @cached_property
+    def k(self) -> Tensor:
+        """The keys of the strips, (k N, C, D)."""
+        return self.hide(self._rows("k", self._st.k5))
+
+    @cached_property
+    def v(self) -> Tensor:
+        """The values of the strips, (k N, C, E)."""
+        return self.hide(self._rows("v", self._st.v5))
+
+    def hide(self, x: Tensor) -> Tensor:
+        """Zero hidden keys or values, or their gradients, in place."""
+        if self.hidden is not None:
+            x.view(*self.hidden.shape[:2], -1, *x.shape[1:]).masked_fill_(self.hidden[:, :, None, :, None], 0)
+        return x
+
+
+class Mixture(NamedTuple):
+    """The far part of a group.
+
+    Args:
+        weights: (c N, R C, M) of the features, the largest of a row 1.
+        peak: (c N, R C), the logarithm of what they were divided by, with the factor of the row.
+        p: (k N, M, C), the softmax of the log features over the keys of a block.
+        parts: (c N, M, n C), the features of the far blocks of a strip.
+        shares: of the sums on each side, (c N, M, 1) each.
+        old: (c N, M, E), the mean of the sums times their share.
+        decay: (c N, M, 1), their share.
+        ladders: of each side.
+    """
+
+    weights: Tensor
+    peak: Tensor
+    p: Tensor
+    parts: Tensor
+    shares: list[Tensor]
+    old: Tensor
+    decay: Tensor
+    ladders: list[Ladder]
+
+
+class Lost(NamedTuple):
+    """Some rows of one block that are computed again.
+
+    Args:
+        rescue: their far pairs.
+        v: (n C, E), the values of the far blocks of the strip.
+        shares: of each side in the sums beyond the strip, (sides, M, 1).
+        block: of the group.
+        n: the row of N.
+        places: of the far blocks among the rows of key blocks.
+    """
+
+    rescue: Rescue
+    v: Tensor
+    shares: Tensor
+    block: int
+    n: int
+    places: list[int]
+
+
+class RowGrads(NamedTuple):
+    """What the backward pass has of the queries of a group.
+
+    Args:
+        grad: (c N, R C, E), of the outputs.
+        out: (c N, R C, E).
+        delta: (c N, R C, 1), their product, negative.
+        total: (c N, R C), see `Results`.
+    """
+
+    grad: Tensor
+    out: Tensor
+    delta: Tensor
+    total: Tensor
+
+
+class Results(NamedTuple):
+    """What the forward pass returns.
+
+    Args:
+        out: (B, H, L, E).
+        total: (B, H, L), the log of what a row was divided by; `NOTHING` where it sees no key.
+        row_scales: nothing, or (B, H, L): 1; 0 for rows without a far key; -1 for those computed again.
+        end_state: of a causal call the sums of the far keys after it, (B, G, ...) each.
+        kept: (groups, B, G, ...), the sums beside the strips of each group, side after side.
+    """
+
+    out: Tensor
+    total: Tensor
+    row_scales: list[Tensor]
+    end_state: list[Tensor]
+    kept: list[Tensor]
+
+    @staticmethod
+    def empty(call: NearFarCall, keep: bool) -> Results:
+        """Room for them; ``keep``: also for what the backward pass needs."""
+        s, dtype, query = call.shapes, compute_dtype(call.query.dtype), call.query
+        sides = 0 if not call.spec else 1 if call.is_causal else 2
+        shapes = PositiveEngine.state_shapes(call.features, s.E) if sides else []
+        states = [query.new_empty(s.B, s.G, *x, dtype=dtype) for x in shapes]
+        size, together = s.causal(s.samples())
+        total = query.new_empty(s.B, s.H, s.L, dtype=dtype)
+        return Results(
+            empty_rows(query, s.E),
+            total,
+            [torch.empty_like(total)] if keep and sides else [],
+            states if sides == 1 else [],
+            [x.new_empty(-(-s.L // (size * together)), *x.shape) for _ in range(sides) for x in states] if keep else [],
+        )
+
+
+class Grads:
+    """Gradients of a call.
+
+    Args:
+        call: the call.
+        learn: those of the map's tensors too.
+    """
+
+    def __init__(self, call: NearFarCall, learn: bool) -> None:
+        self.call, self.dtype = call, compute_dtype(call.query.dtype)
+        self.query, self.key, self.value = (
+            torch.zeros_like(x, dtype=self.dtype) for x in (call.query, call.key, call.value)
+        )
+        self.sinks = [torch.zeros_like(x, dtype=self.dtype) for x in call.sinks[:2]]
+        self.tensors = [torch.zeros_like(x) for x in call.tensors] if learn else []
+        self.states = [[torch.zeros_like(x) for x in given] for given in (call.state, call.right_state)]
+        self.far_logs, self.tails = call.query.new_zeros(2, 2, call.query.shape[1], dtype=self.dtype)
+        self.band = torch.zeros_like(call.bias[0], dtype=self.dtype) if call.bias else None
+
+    def results(self) -> tuple[Any, ...]:
+        """In the order and the dtypes of the operator."""
+        call = self.call
+        if call.own_sinks:
+            index = call.sinks[2].masked_fill(~call.sinks[3], 0)[:, None, :, None]  # a sink that is not there got 0
+            for target, x in zip((self.key, self.value), self.sinks, strict=True):
+                target.scatter_add_(2, index.expand(x.shape), x)
+        given, made = (call.query, call.key, call.value), (self.query, self.key, self.value)
+        dq, dk, dv = (x.to(y.dtype) for x, y in zip(made, given, strict=True))
+        sinks = [x.to(y.dtype) for x, y in zip(self.sinks, call.sinks, strict=False)]
+        bias = [] if self.band is None else [self.band, self.tails + self.far_logs]
+        return dq, dk, dv, sinks, bias, self.tensors, self.far_logs.sum(0), *self.states
+
+
+class Pass:
+    """Some samples of a call, group by group; rows N are (sample, key head).
+
+    Args:
+        st: the call.
+        block: of samples.
+    """
+
+    def __init__(self, st: Strips, block: slice) -> None:
+        self.st, self.call, self.s, self.work, self.block = st, st.call, st.s, st.work, block
+        self.count = block.stop - block.start
+        self.N = self.count * self.s.G
+        self.maps: dict[int, PositiveChunks] = {}
+        self.slope: Tensor | None = None  # (N, 1, 1), where the bias goes on falling
+        if st.bias is not None and st.bias.slope is not None:
+            self.slope = st.bias.slope.to(st.dtype).repeat(self.count).view(-1, 1, 1)
+
+    # --- the map ---
+
+    def chunks(self, blocks: int) -> PositiveChunks:
+        """The map, bound to the rows of so many blocks."""
+        if blocks not in self.maps:
+            spec, rows = lookup(self.call.spec), []
+            assert isinstance(spec, PositiveSpec)
+            for x in spread(self.call.tensors, self.block, self.count, self.s.G):
+                same = x.shape[0] == 1 or x.stride(0) == 0
+                rows.append(
+                    x[:1].expand(blocks * self.N, *x.shape[1:]) if same else x.repeat(blocks, *[1] * (x.dim() - 1))
+                )
+            self.maps[blocks] = spec.bind(rows, self.call.far_scale, False, self.st.learn)
+        return self.maps[blocks]
+
+    def add_tensor_grads(self, totals: list[Tensor]) -> None:
+        """Add the gradients of the map's tensors."""
+        for blocks, chunks in self.maps.items() if totals else ():
+            grads = [x.unflatten(0, (blocks, -1)).sum(0) for x in chunks.tensor_grads()]
+            gather_grads(totals, grads, self.block, self.count, self.s.G)
+
+    def empty(self) -> list[Tensor]:
+        """Sums of no keys, (N, ...)."""
+        like = self.call.query.new_empty(0, dtype=self.work.dtype)
+        return PositiveEngine.empty((self.N,), self.call.features, self.s.E, like)
+
+    def sums(self) -> PositiveEngine:
+        """Sums over keys, and their gradients."""
+        return PositiveEngine(self.chunks(1), True, self.work, True)
+
+    def _key_logs(self, first: int, last: int, start: int) -> Tensor | None:
+        """The log factors of keys, (N, 1, T), as a query ``start`` sees them; None means 0."""
+        if self.slope is None:
+            return None
+        at = torch.arange(first, last, device=self.work.device, dtype=self.work.dtype)
+        return self.slope * (at - (start + self.call.offset - self.call.window))
+
+    # --- sums of the keys that no strip of the call has ---
+
+    def _stretches(self, first: int, last: int) -> Iterator[tuple[int, int]]:
+        first, last = (min(max(x, 0), self.s.S) for x in (first, last))
+        for start, end in spans(max(0, last - first), self.s.chunk(self.count, self.s.G)):
+            yield first + start, first + end
+
+    def _keys(self, first: int, last: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys (N, T, D), values (N, T, E), and which are hidden (N, T)."""
+        k, v = (
+            rows_of(x[self.block, :, :, first:last], n, self.work) for x, n in ((self.st.k5, "fk"), (self.st.v5, "fv"))
+        )
+        mask, hidden = self.call.far_mask, None
+        if mask is not None and not bool(mask[self.block, first:last].all()):
+            hidden = ~mask[self.block, first:last].repeat_interleave(self.s.G, 0)
+        return *visible_pair(k, v, hidden), hidden
+
+    def add_keys(self, state: list[Tensor], first: int, last: int, start: int) -> None:
+        """Add keys to sums, as a query ``start`` sees them, in place."""
+        for low, high in self._stretches(first, last):
+            self.sums().absorb(state, *self._keys(low, high), self._key_logs(low, high, start))
+
+    def add_keys_backward(
+        self, state: Sequence[Tensor], grads: Sequence[Tensor], span: tuple[int, int, int], targets: Sequence[Tensor]
+    ) -> None:
+        """Add to the gradients of these keys and values, from those of the sums after them."""
+        for low, high in self._stretches(*span[:2]):
+            k, v, hidden = self._keys(low, high)
+            pair = self.sums().absorb_backward(state, grads, k, v, hidden, self._key_logs(low, high, span[2]))
+            for target, part in zip(targets, visible_pair(*pair, hidden), strict=True):
+                piece = target[self.block, :, :, low:high]
+                piece.add_(part.view(piece.shape))
+
+    def _beyond(self, side: int) -> tuple[int, int, int]:
+        """The keys on one side that are in no strip of the call, and the query that sees them."""
+        st, groups = self.st, len(self.st.groups())
+        if side:
+            return self.call.offset + (groups * st.together + st.right) * st.size, self.s.S, 0
+        return 0, self.call.offset - st.left * st.size, 0
+
+    def _tail(self) -> tuple[int, int, int]:
+        """The keys that only the state after the call has as far ones, and the first query of the last group."""
+        st, last = self.st, max(0, self.s.L - 1) // self.st.size
+        return (
+            self.call.offset + (last - st.left) * st.size,
+            self.call.offset + self.s.L - self.call.window,
+            max([0, *st.groups()]),
+        )
+
+    def begin(self, side: int) -> list[Tensor]:
+        """The sums before the first group, or after the last one, (N, ...) each."""
+        given = self.call.right_state if side else self.call.state
+        rows = [x[self.block].flatten(0, 1).clone() for x in given] if given else self.empty()
+        self.add_keys(rows, *self._beyond(side))
+        return rows
+
+    def rights(self) -> Iterator[tuple[int, list[Tensor]]]:
+        """The sums after the strips of each group, from the last group to the first."""
+        st, rows = self.st, self.begin(1)
+        for number, start in reversed(list(enumerate(st.groups()))):
+            yield number, rows
+            first = start + self.call.offset + st.right * st.size
+            if number:
+                self.add_keys(rows, first, first + st.together * st.size, start)
+
+    # --- near ---
+
+    def windows(self, group: Group, name: str, sinks: Tensor | None) -> Tensor:
+        """Keys or values of the strips, sinks first: rows (c N, width, X) in a buffer."""
+        st, whole = self.st, self.st.k5 if name == "k" else self.st.v5
+        width = whole.shape[4]
+        rows = self.work.take(f"{name}w", st.together, self.N, st.width, width)
+        if not st.sides and group.hidden is None and st.width > st.count:  # straight from the sequence
+            piece = whole[self.block, :, 0, group.first : group.first + st.total * st.size]
+            strips = piece.unfold(2, st.blocks * st.size, st.size).permute(2, 0, 1, 4, 3)
+            rows.view(st.together, self.count, self.s.G, st.width, width)[..., st.count :, :] = strips
+        elif st.width > st.count:
+            blocks = getattr(group, name).view(st.total, self.N, st.size, width)
+            for at in range(st.blocks):
+                first = st.count + at * st.size
+                rows[:, :, first : first + st.size] = blocks[at : at + st.together]
+        if sinks is not None:
+            rows[:, :, : st.count] = sinks[self.block].flatten(0, 1)
+        return rows.view(-1, st.width, width)
+
+    def _both_windows(self, group: Group) -> tuple[Tensor, Tensor]:
+        sinks = (None, None) if self.st.sinks is None else self.st.sinks[:2]
+        return self.windows(group, "k", sinks[0]), self.windows(group, "v", sinks[1])
+
+    def add_windows(self, target: Tensor, rows: Tensor, sinks: Tensor | None) -> None:
+        """Add gradients of `windows` to those of the keys or values (k N, C, X), and of the sinks (B, G, s, X)."""
+        st = self.st
+        rows = rows.view(st.together, self.N, st.width, -1)
+        if sinks is not None:
+            sinks[self.block] += rows[:, :, : st.count].sum(0).view(sinks[self.block].shape)
+        if st.width > st.count:
+            blocks = target.view(st.total, self.N, st.size, -1)
+            for at in range(st.blocks):
+                first = st.count + at * st.size
+                blocks[at : at + st.together] += rows[:, :, first : first + st.size]
+
+    def _sink_bias(self, start: int) -> Tensor:
+        """What is added to the scores of sinks, (c, b, G or 1, R or 1, C, s): EMPTY in the window and where hidden."""
+        st, sinks, bias, s = self.st, self.st.sinks, self.st.bias, self.s
+        assert sinks is not None
+        length = st.together * st.size
+        query = torch.arange(start, start + length, device=self.work.device) + self.call.offset
+        distance = sinks.position[self.block].unsqueeze(1) - query.view(1, -1, 1)  # (b, c C, s)
+        visible = sinks.visible[self.block].unsqueeze(1) & (distance.abs() >= self.call.window)
+        if self.call.is_causal:
+            visible = visible & (distance <= 0)
+        logs = torch.zeros_like(distance, dtype=self.work.dtype).unsqueeze(1)
+        if bias is not None:
+            tails = bias.tails.to(self.work.dtype).view(2, 1, s.H, 1, 1)
+            logs = torch.where(distance.unsqueeze(1) <= 0, tails[0], tails[1])
+            if bias.slope is not None:
+                reach = torch.where(distance <= 0, self.call.window, max(self.call.window, 1))
+                logs = logs - bias.slope.to(logs).view(1, -1, 1, 1) * (distance.abs() - reach).unsqueeze(1)
+            logs = logs.clamp_min(EMPTY)
+        logs = logs.masked_fill(~visible.unsqueeze(1), EMPTY)  # (b, H or 1, c C, s)
+        heads = (1, 1) if bias is None else (s.G, s.R)
+        return logs.view(-1, *heads, st.together, st.size, st.count).movedim(3, 0)
+
+    def _scores(self, group: Group, keys: Tensor) -> Tensor:
+        """s_ij of a group, (c N, R C, width), EMPTY where key j is not near, and in columns that are far only."""
+        st, s, near = self.st, self.s, self.st.near
+        scores = self.work.take("scores", *group.xq.shape[:2], st.width)
+        if near < st.width:
+            scores[..., near:] = EMPTY
+        part, keys = scores[..., :near], keys[:, :near]
+        if st.band.shape[0] == 1:
+            torch.baddbmm(st.band, group.xq, keys.mT, alpha=self.call.scale, out=part)
+        else:
+            torch.bmm(group.xq, keys.mT, out=part).mul_(self.call.scale)
+            part.view(-1, s.G, *part.shape[1:]).add_(st.band)
+        whole = scores.view(st.together, self.count, s.G, s.R, st.size, st.width)
+        for at in range(st.blocks if self.call.window and group.hidden is not None else 0):
+            assert group.hidden is not None
+            hidden = group.hidden[at : at + st.together, :, None, None, None]
+            whole[..., st.count + at * st.size : st.count + (at + 1) * st.size].masked_fill_(hidden, EMPTY)
+        if st.count:
+            whole[..., : st.count].add_(self._sink_bias(group.start))
+        return scores
+
+    def _drops(self, start: int) -> Tensor | None:
+        """Factors of the near weights, 0 or 1 / (1 - dropout), the same for a group whenever they are asked for."""
+        if not self.call.dropout:
+            return None
+        st, seed = self.st, 0 if self.call.seed is None else int(self.call.seed)
+        drops = self.work.take("drops", st.together * self.N, self.s.R * st.size, st.width)
+        generator = torch.Generator(self.work.device)
+        generator.manual_seed((seed + 1_000_003 * start + 7_368_787 * self.block.start) % (1 << 62))
+        keep = 1 - self.call.dropout
+        return drops.bernoulli_(keep, generator=generator).mul_(1 / keep if keep else 0.0)
+
+    # --- far ---
+
+    def _ladder(self, side: int, carry: Sequence[Tensor], mass: Tensor, mean: Tensor) -> Ladder:
+        """Add the key blocks of a group to the sums on one side, one after the other."""
+        c = self.st.together
+        first = self.st.blocks - 1 if side else 0
+        mass, mean = mass[first : first + c], mean[first : first + c]
+        log, means = mass.new_empty(c + 1, *mass.shape[1:]), self.work.take(f"mean{side}", c + 1, *mean.shape[1:])
+        order = [(t, t + 1, t) if side else (t + 1, t, t) for t in range(c)]
+        order = order[::-1] if side else order
+        log[order[0][1]], means[order[0][1]] = carry[0], carry[1]
+        for new, old, step in order:
+            torch.logaddexp(log[old], mass[step], out=log[new])
+        older, newer = (log[1:], log[:-1]) if side else (log[:-1], log[1:])
+        keep, add = (older - newer).exp_(), (mass - newer).exp_()
+        for new, old, step in order:
+            torch.mul(means[old], keep[step], out=means[new]).addcmul_(mean[step], add[step])
+        return Ladder(log, means, keep, add, first)
+
+    def _mixture(self, group: Group, carries: Sequence[Sequence[Tensor]]) -> Mixture:
+        """Map a group, and merge the sums around the strip of every block."""
+        st, take, features = self.st, self.work.take, self.call.features
+        c, N, C = st.together, self.N, st.size
+        p = self.chunks(st.total).keys(group.k, take("keys", len(group.k), features, C))
+        logs = self._key_logs(group.first, group.first + st.total * C, group.start)
+        if logs is not None:
+            p.view(st.total, N, features, C).add_(logs.view(N, 1, st.total, C).movedim(2, 0))
+        if group.far_hidden is not None:
+            whole = p.view(st.total, self.count, self.s.G, features, C)
+            whole.masked_fill_(group.far_hidden[:, :, None, None], EMPTY)
+        mass = softmax_mass(p).view(st.total, N, features, 1)
+        mean = torch.bmm(p, group.v, out=take("kv", len(group.k), features, self.s.E)).view(st.total, N, features, -1)
+        ladders = [self._ladder(side, carry, mass, mean) for side, carry in enumerate(carries)]
+        terms = [x.log[1:] if side else x.log[:-1] for side, x in enumerate(ladders)]
+        terms += [mass[x.at : x.at + c] for x in st.far]
+        if st.inner:
+            factors = [x.repeat(self.count).view(-1, 1, 1) for x in st.far_logs]
+            sides = [*range(st.sides), *(x.side for x in st.far)]
+            terms = [x + factors[side] for x, side in zip(terms, sides, strict=True)]
+        whole = torch.stack(terms)
+        top = whole.logsumexp(0)  # (c, N, M, 1)
+        whole.sub_(top).exp_()
+        parts = take("parts", c, N, features, len(st.far) * C)
+        p5 = p.view(st.total, N, features, C)
+        for number, x in enumerate(st.far):
+            torch.mul(p5[x.at : x.at + c], whole[st.sides + number], out=parts[..., number * C : (number + 1) * C])
+        old = take("old", c, N, features, self.s.E)
+        means = [x.mean[1:] if side else x.mean[:-1] for side, x in enumerate(ladders)]
+        torch.mul(means[0], whole[0], out=old)
+        if st.sides > 1:
+            old.addcmul_(means[1], whole[1])
+        shares = [x.flatten(0, 1) for x in whole[: st.sides]]
+        weights = self.chunks(c).queries(group.xq, top.flatten(0, 1).mT, take("queries", *group.xq.shape[:2], features))
+        if self.slope is not None:
+            at = torch.arange(c * C, device=self.work.device, dtype=self.work.dtype).view(c, 1, 1, C, 1)
+            weights.view(c, N, self.s.R, C, features).sub_(self.slope.view(-1, 1, 1, 1) * at)
+        peak = weights.amax(-1, keepdim=True)
+        weights.sub_(peak).exp_()
+        peak = peak.squeeze(2)
+        if not st.inner:
+            by_head = st.far_logs[0].view(self.s.G, self.s.R, 1).expand(-1, -1, C).reshape(self.s.G, -1)
+            peak = (peak.view(-1, self.s.G, peak.shape[1]) + by_head).view(peak.shape)
+        return Mixture(
+            weights,
+            peak,
+            p,
+            parts.flatten(0, 1),
+            shares,
+            old.flatten(0, 1),
+            whole[: st.sides].sum(0).flatten(0, 1),
+            ladders,
+        )
+
+    def _far_scores(self, t: Mixture) -> Tensor:
+        """The weights of the far pairs of a strip, (c N, R C, n C)."""
+        size = (*t.weights.shape[:2], t.parts.shape[2])
+        return torch.bmm(t.weights, t.parts, out=self.work.take("far", *size)).mul_(self.st.far_mask)
+
+    def _far_columns(self, x: Tensor) -> Iterator[tuple[Tensor, slice]]:
+        """Of (c N, R C, width) the columns of each far block, and where they are among those of the far blocks."""
+        st, C = self.st, self.st.size
+        for number, far in enumerate(st.far):
+            first = st.count + far.at * C
+            yield x[..., first : first + C], slice(number * C, (number + 1) * C)
+
+    def _row_log(self, row: int, index: Tensor) -> Tensor | float:
+        """The log factor of the far part of some queries of one head, beside what the sums have."""
+        head = row % self.s.G * self.s.R + int(index[0]) // self.st.size
+        return 0.0 if self.st.inner else self.st.far_logs[0, head]
+
+    def _rescues(self, t: Mixture, group: Group, which: Tensor) -> Iterator[tuple[int, Tensor, Lost]]:
+        """Weigh every pair (feature, far key) of some rows in log space, a few queries of one head at a time."""
+        for row, index in rescued_rows(which, self.st.size):
+            yield row, index, self._rescue(t, group, row, index)
+
+    def _sees_far(self, t: Mixture, group: Group) -> Tensor:
+        """Which rows see any far key, (c N, R C) bool."""
+        st, c = self.st, self.st.together
+        logs = [x.log[1:] if side else x.log[:-1] for side, x in enumerate(t.ladders)]
+        earlier = torch.stack(logs).amax((0, 3)) > EMPTY / 2  # (c, N, 1)
+        here = st.far_mask.any(1).expand(len(t.weights), -1)
+        if group.far_hidden is not None:
+            shown = torch.cat([~group.far_hidden[x.at : x.at + c] for x in st.far], 2)  # (c, b, n C)
+            here = (shown.to(self.work.dtype) @ st.far_mask.T > 0).repeat_interleave(self.s.G, 1).flatten(0, 1)
+        return here | earlier.flatten(0, 1)
+
+    def _rescue(self, t: Mixture, group: Group, row: int, index: Tensor) -> Lost:
+        st, C, features = self.st, self.st.size, self.call.features
+        block, n = divmod(row, self.N)
+        places = [(block + x.at) * self.N + n for x in st.far]
+        one = self.chunks(st.together).at(row, int(index[0]) // C)
+        q, k = group.xq[row, index].unsqueeze(0), group.k[places].flatten(0, 1).unsqueeze(0)
+        lq = one.queries(q, q.new_zeros(1, 1, features), q.new_empty(1, q.shape[1], features))[0]
+        lk = one.keys(k, k.new_empty(1, features, k.shape[1]))[0].view(features, len(places), C)
+        if self.slope is not None:
+            lq = lq - self.slope[n] * (block * C + index % C).unsqueeze(1)
+            starts = [group.first + (block + x.at) * C for x in st.far]
+            key_logs = [self._key_logs(x, x + C, group.start) for x in starts]
+            lk = lk + torch.stack([x[n] for x in key_logs if x is not None], 1)
+        if group.far_hidden is not None:
+            hidden = torch.stack([group.far_hidden[block + x.at, n // self.s.G] for x in st.far])
+            lk = lk.masked_fill(hidden, EMPTY)
+        factors = [0.0, 0.0]
+        if st.inner:
+            factors = [float(x) for x in st.far_logs[:, n % self.s.G]]
+            lk = lk + lk.new_tensor([factors[x.side] for x in st.far]).unsqueeze(1)
+        at = [block + side for side in range(st.sides)]
+        logs = torch.stack([x.log[i, n] + f for x, i, f in zip(t.ladders, at, factors, strict=False)])  # (sides, M, 1)
+        before = logs.logsumexp(0)
+        shares = (logs - before).exp_()
+        mean = sum(x.mean[i, n] * share for x, i, share in zip(t.ladders, at, shares, strict=True))
+        assert isinstance(mean, Tensor)
+        pairs = lq.unsqueeze(2) + lk.flatten(1)
+        pairs.masked_fill_((st.far_mask[index] == 0).unsqueeze(1), -torch.inf)
+        past = lq + before[:, 0]
+        # Relative to the largest: a logarithm of -1000 is rounded to 6e-5, and shares would not add up to 1.
+        peak = torch.maximum(pairs.flatten(1).amax(1), past.amax(1))
+        pairs.sub_(peak.view(-1, 1, 1))
+        past.sub_(peak.unsqueeze(1))
+        size = torch.logaddexp(pairs.flatten(1).logsumexp(1), past.logsumexp(1))
+        pairs.sub_(size.view(-1, 1, 1)).exp_()
+        past.sub_(size.unsqueeze(1)).exp_()
+        log = peak + size + self._row_log(row, index)
+        rescue = Rescue(one, q, k, pairs, past, mean, torch.ones_like(log).unsqueeze(1), log)
+        return Lost(rescue, group.v[places].flatten(0, 1), shares, block, n, places)
+
+    # --- all of it ---
+
+    def _stored(self, results: Results, number: int) -> list[list[Tensor]]:
+        """The sums beside a group, (N, ...) each, of each side."""
+        rows = [x[number, self.block].flatten(0, 1) for x in results.kept]
+        return [rows[2 * side : 2 * side + 2] for side in range(self.st.sides)]
+
+    def forward(self, results: Results) -> None:
+        """Write outputs, what they were divided by, and states."""
+        st, s, work, block = self.st, self.s, self.work, self.block
+        rights = []
+        if st.sides == 2:
+            rights = [[x.clone() for x in rows] for _, rows in self.rights()][::-1]
+        left = self.begin(0) if st.sides else []
+        end, last = left, max(0, s.L - 1) // st.size
+        for number, start in enumerate(st.groups()):
+            group = Group(st, block, start)
+            carries = [left, *rights[number : number + 1]][: st.sides]
+            if results.kept:
+                for whole, x in zip(results.kept, (x for y in carries for x in y), strict=True):
+                    whole[number, block] = x.view(whole[number, block].shape)
+            keys, values = self._both_windows(group)
+            scores = self._scores(group, keys)
+            log = softmax_mass(scores).squeeze(2)
+            lost: list[tuple[int, Tensor, Lost]] = []
+            total = log
+            if st.sides:
+                t = self._mixture(group, carries)
+                far = self._far_scores(t)
+                past = torch.mul(t.weights, t.decay.mT, out=work.take("slope", *t.weights.shape))
+                seen = past.sum(2).add_(far.sum(2))
+                small = seen < positive.LOST
+                row_scale, log_far, some = torch.ones_like(seen), seen.log().add_(t.peak), bool(small.any())
+                if some:
+                    row_scale.masked_fill_(small, 0)
+                    log_far.masked_fill_(small, EMPTY)
+                    lost = list(self._rescues(t, group, small & self._sees_far(t, group)))
+                    for row, index, one in lost:
+                        row_scale[row, index], log_far[row, index] = -1, one.rescue.log
+                total = torch.logaddexp(log, log_far)
+            total = total.masked_fill(total < EMPTY / 2, NOTHING)
+            drops, share = self._drops(start), (log - total).exp_().unsqueeze(2)
+            if drops is not None:
+                scores.mul_(drops)
+            if st.sides:
+                scores.mul_(share)
+                share = (t.peak - total).exp_()
+                if some:
+                    share.masked_fill_(small, 0)
+                far.mul_(share.unsqueeze(2))
+                t.weights.mul_(share.unsqueeze(2))
+                for columns, at in self._far_columns(scores):
+                    columns.add_(far[..., at])
+            out = torch.bmm(scores, values, out=work.take("out", *group.xq.shape[:2], s.E))
+            if not st.sides:
+                out.mul_(share)  # 0 where no key is visible
+            else:
+                out.baddbmm_(t.weights, t.old)
+                for row, index, one in lost:
+                    size = (one.rescue.log - total[row, index]).exp_().unsqueeze(1)
+                    out[row, index] += one.rescue.sums(one.v) * size
+                for x in results.row_scales:
+                    st.put(st.by_key_head(x), row_scale.unsqueeze(2), block, start)
+                ladder = t.ladders[0]
+                place = last - start // st.size
+                if place < st.together:
+                    end = [ladder.log[place], ladder.mean[place]]
+                left = [ladder.log[-1], ladder.mean[-1]]
+                if self.slope is not None:  # sums are relative to the next query
+                    left[0] = left[0] - self.slope * (st.together * st.size)
+            st.put(grouped(results.out, s.G), out, block, start)
+            st.put(st.by_key_head(results.total), total.unsqueeze(2), block, start)
+        if results.end_state:
+            end = [x.clone() for x in end]
+            _, _, start = self._tail()
+            self.add_keys(end, *self._tail())
+            if self.slope is not None:
+                end[0] = end[0] - self.slope * (s.L - start)
+            for whole, x in zip(results.end_state, end, strict=True):
+                whole[block] = x.view(whole[block].shape)
+
+    def _right_grads(self, results: Results, grad: Tensor) -> list[list[Tensor]]:
+        """Gradients of the sums after the strips of each group from the queries before it, and of all queries.
+
+        In units of the sums' masses as the group before has them.
+        """
+        st, s, work = self.st, self.s, self.work
+        found: list[list[Tensor]] = [PositiveEngine.zero_grads(self.empty())]
+        logs = None
+        factor = st.far_logs[int(st.inner)].view(s.G, s.R, 1).expand(self.count, -1, -1, -1).reshape(-1, s.R, 1)
+        for number, start in enumerate(st.groups()):
+            at = slice(start, start + st.together * st.size)
+            tensors = (st.q5, grouped(grad, s.G), grouped(results.out, s.G), st.by_key_head(results.total))
+            x, g, y, total = (
+                rows_of(t[self.block, :, :, at], n, work)
+                for t, n in zip(tensors, ("fq", "fg", "fo", "ft"), strict=True)
+            )
+            log = results.kept[2][number, self.block].flatten(0, 1)
+            weights = self.chunks(1).queries(x, log.mT, work.take("queries", *x.shape[:2], log.shape[1]))
+            weights.sub_(total - factor.expand(-1, -1, total.shape[1] // s.R).reshape(total.shape)).exp_()
+            kv, mass = (x.clone() for x in found[-1])
+            if logs is not None:
+                decay = (log - logs).exp_()
+                kv, mass = kv.mul_(decay), mass.mul_(decay)
+            delta = torch.linalg.vecdot(g, y).neg_().unsqueeze(2)
+            found.append([kv.baddbmm_(weights.mT, g), mass.add_(positive.weigh(weights, delta))])
+            logs = log
+        return found
+
+    def backward(self, results: Results, grads: Grads, grad: Tensor, state_grads: Sequence[Tensor]) -> None:
+        """Add to the gradients, from those of the outputs and of the state after the call."""
+        st, s, block = self.st, self.s, self.block
+        dq5, *targets = (grouped(x, s.G) for x in (grads.query, grads.key, grads.value))
+        given = {"g": grouped(grad, s.G), "o": grouped(results.out, s.G), "total": st.by_key_head(results.total)}
+        right = self._right_grads(results, grad) if st.sides == 2 and s.L else []
+        left: list[Tensor] = PositiveEngine.zero_grads(self.empty()) if st.sides else []
+        end, end_grads = self._end_grads(results, state_grads, targets)
+        for number, start in reversed(list(enumerate(st.groups()))):
+            group = Group(st, block, start)
+            g, y, total = (st.rows(name, x, block, start, st.together) for name, x in given.items())
+            rows = RowGrads(g, y, torch.linalg.vecdot(g, y).neg_().unsqueeze(2), total.squeeze(2))
+            t = None
+            if st.sides:
+                t = self._mixture(group, self._stored(results, number))
+                scale = st.rows("row", st.by_key_head(results.row_scales[0]), block, start, st.together).squeeze(2)
+            dq, dk, dv, far_slope = self._strip_backward(group, t, rows, scale if st.sides else None, grads)
+            if t is not None:
+                own, key = self._far_backward(group, t, rows, scale < 0, far_slope, grads, (dq, dv))
+                at = (s.L - 1) // st.size - start // st.size
+                if end_grads and at < st.together:
+                    share = (t.ladders[0].log[at] - end).exp_()
+                    for x, asked in zip(own[0], end_grads, strict=True):
+                        x[at].addcmul_(asked, share)
+                self._ladders_backward(group, t, [left, *right[number : number + 1]], own, key, (dk, dv))
+            st.put(dq5, dq, block, start)
+            for target, x in zip(targets, (dk, dv), strict=True):
+                st.put(target, group.hide(x), block, group.first, add=True)
+        if end_grads and not s.L:  # of no queries
+            left = [x * (self.begin(0)[0] - end).exp_() for x in end_grads]
+        for side in range(st.sides):
+            self._begin_backward(side, right[-1] if side and right else left, grads, targets)
+        self.add_tensor_grads(grads.tensors)
+
+    def _strip_backward(
+        self, group: Group, t: Mixture | None, rows: RowGrads, row_scale: Tensor | None, grads: Grads
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Gradients of queries, keys and values by the near pairs, those of values by the far pairs of strips too.
+
+        The weights of features are multiplied with what makes them the true ones. Also returns the gradients at the
+        weights of far pairs, (c N, R C, n C).
+        """
+        st, work, (g, _, delta, total) = self.st, self.work, rows
+        keys, values = self._both_windows(group)
+        weights = self._scores(group, keys)
+        # Not exp(scores - total): an exponential of EMPTY takes ten times as long as one of a number.
+        weights.mul_(softmax_mass(weights).squeeze(2).sub_(total).exp_().unsqueeze(2))
+        slope = torch.bmm(g, values.mT, out=work.take("gv", *weights.shape))
+        far = far_slope = slope[..., :0]
+        if t is not None and row_scale is not None:
+            t.weights.mul_((t.peak - total).exp_().masked_fill_(row_scale <= 0, 0).unsqueeze(2))
+            far = self._far_scores(t)
+            far_slope = work.take("far slope", *far.shape)
+            for columns, at in self._far_columns(slope):
+                torch.add(columns, delta, out=far_slope[..., at])
+            far_slope.mul_(st.far_mask)
+        drops = self._drops(group.start)
+        if drops is not None:
+            slope.mul_(drops)
+        slope.add_(delta).mul_(weights)
+        if drops is not None:
+            weights.mul_(drops)
+        if st.bias is not None:
+            self._add_bias_grads(grads, slope, group.start)
+        slope.mul_(self.call.scale)
+        dq = torch.bmm(slope, keys, out=work.take("dxq", *group.xq.shape))
+        dk, dv = (x.new_zeros(st.total * self.N, st.size, x.shape[2]) for x in (keys, values))
+        sinks = grads.sinks or (None, None)
+        self.add_windows(dk, torch.bmm(slope.mT, group.xq, out=work.take("dw", *keys.shape)), sinks[0])
+        for columns, at in self._far_columns(weights):
+            columns.add_(far[..., at])
+        self.add_windows(dv, torch.bmm(weights.mT, g, out=work.take("dw", *values.shape)), sinks[1])
+        return dq, dk, dv, far_slope
+
+    def _far_backward(
+        self,
+        group: Group,
+        t: Mixture,
+        rows: RowGrads,
+        rescued: Tensor,
+        far_slope: Tensor,
+        grads: Grads,
+        targets: tuple[Tensor, Tensor],
+    ) -> tuple[list[list[Tensor]], Tensor]:
+        """Add the gradients of queries and of rescued rows' values by far pairs.
+
+        Returns:
+            what the queries of each block ask of the sums on each side, (c, N, M, E) and (c, N, M, 1), in units of
+            their masses; and of the log features of the far blocks, (c N, M, n C).
+        """
+        st, work, (g, y, delta, total), (dq, dv) = self.st, self.work, rows, targets
+        slope = torch.bmm(g, t.old.mT, out=work.take("slope", *t.weights.shape))
+        slope.addcmul_(delta, t.decay.mT).baddbmm_(far_slope, t.parts.mT).mul_(t.weights)
+        dq.add_(self.chunks(st.together).vjp_queries(group.xq, slope, work.take("dx", *group.xq.shape)))
+        kv = torch.bmm(t.weights.mT, g, out=work.take("kv local", *t.old.shape))
+        mass = positive.weigh(t.weights, delta)
+        parts = torch.bmm(t.weights.mT, far_slope, out=work.take("dparts", *t.parts.shape)).mul_(t.parts)
+        own = [[(x * share).unflatten(0, (st.together, -1)) for x in (kv, mass)] for share in t.shares]
+        logs = slope.sum(2)
+        for row, index, lost in self._rescues(t, group, rescued) if bool(rescued.any()) else ():
+            r, share = lost.rescue, (lost.rescue.log - total[row, index]).exp_()
+            r.shares.mul_(share.view(-1, 1, 1))
+            r.shares_before.mul_(share.unsqueeze(1))
+            d = rescue_backward(r, g[row, index], y[row, index], lost.v, True)
+            for side, sums in zip(lost.shares, own, strict=True):
+                sums[0][lost.block, lost.n] += d.kv_before * side
+                sums[1][lost.block, lost.n] += d.mass_before * side
+            dq[row, index] += r.chunks.vjp_queries(r.xq, d.query.unsqueeze(0), torch.empty_like(r.xq))[0]
+            logs[row, index] += d.query.sum(1)
+            parts[row] += d.key
+            for at, value in zip(lost.places, d.value.split(st.size), strict=True):
+                dv[at] += value
+        self._add_far_logs(grads, t, own, logs, parts)
+        return own, parts
+
+    def _ladders_backward(
+        self,
+        group: Group,
+        t: Mixture,
+        grads: list[list[Tensor]],
+        own: list[list[Tensor]],
+        parts: Tensor,
+        targets: tuple[Tensor, Tensor],
+    ) -> None:
+        """Go back over the ladders, and add the gradients of keys and values by the sums that they are in.
+
+        Args:
+            group: the keys.
+            t: the far part.
+            grads: of the sums after the last step of each ladder, (N, M, E) and (N, M, 1); in place those of the sums
+                before the first.
+            own: see `_far_backward`.
+            parts: see `_far_backward`.
+            targets: gradients of keys and values, (k N, C, X).
+        """
+        st, (dk, dv), features, C = self.st, targets, self.call.features, self.st.size
+        sums = [x.new_zeros(st.total, *x.shape[1:]) for x in own[0]]  # of each key block
+        for side, (ladder, totals, asked) in enumerate(zip(t.ladders, grads, own, strict=True)):
+            for step in range(st.together) if side else reversed(range(st.together)):
+                for total, target, x in zip(totals, sums, asked, strict=True):
+                    target[ladder.first + step].addcmul_(total, ladder.add[step])
+                    total.mul_(ladder.keep[step]).add_(x[step])
+        kv, mass = (x.flatten(0, 1) for x in sums)
+        slope = torch.baddbmm(mass, kv, group.v.mT, out=self.work.take("slope", *t.p.shape)).mul_(t.p)
+        blocks, pairs = slope.view(st.total, -1, features, C), parts.view(st.together, self.N, features, -1)
+        for number, far in enumerate(st.far):
+            blocks[far.at : far.at + st.together] += pairs[..., number * C : (number + 1) * C]
+        dk.add_(self.chunks(st.total).vjp_keys(group.k, slope, self.work.take("dx", *group.k.shape)))
+        dv.baddbmm_(t.p.mT, kv)
+
+    def _end_grads(
+        self, results: Results, state_grads: Sequence[Tensor], targets: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The log masses of the state after the call as its last group sees them, and the gradients of its sums.
+
+        Adds to those of the keys that only this state has as far ones.
+        """
+        if not results.end_state:
+            return results.total, []
+        log, mean = (x[self.block].flatten(0, 1) for x in results.end_state)
+        first, last, start = self._tail()
+        if self.slope is not None:
+            log = log + self.slope * (self.s.L - start)
+        given = [x[self.block].flatten(0, 1) for x in state_grads]
+        grads = PositiveEngine.grads_in([log, mean], given)
+        self.add_keys_backward([log, mean], grads, (first, last, start), targets)
+        return log, grads
+
+    def _begin_backward(self, side: int, grads: Sequence[Tensor], all_grads: Grads, targets: Sequence[Tensor]) -> None:
+        """From the gradients of the sums before the first group, or after the last, to those of keys and states."""
+        span, given = self._beyond(side), self.call.right_state if side else self.call.state
+        if span[0] >= span[1] and not given:
+            return
+        sums = self.begin(side)
+        self.add_keys_backward(sums, grads, span, targets)
+        if given:
+            rows = [x[self.block].flatten(0, 1) for x in given]
+            share = (rows[0] - sums[0]).exp_()
+            found = PositiveEngine.grads_out(rows, [x * share for x in grads])
+            for whole, x in zip(all_grads.states[side], found, strict=True):
+                whole[self.block] = x.view(whole[self.block].shape)
+
+    def _add_far_logs(self, grads: Grads, t: Mixture, own: list[list[Tensor]], logs: Tensor, parts: Tensor) -> None:
+        """Add the gradients of the far part's log factors, of each side where they differ."""
+        st, s, C = self.st, self.s, self.st.size
+        if not st.inner:
+            grads.far_logs[0] += logs.view(st.together, self.count, s.G, s.R, C).sum((0, 1, 4)).flatten()
+            return
+        for side, (ladder, sums) in enumerate(zip(t.ladders, own, strict=True)):
+            mean = ladder.mean[1:] if side else ladder.mean[:-1]
+            both = (sums[0] * mean).sum((0, 2, 3)) + sums[1].sum((0, 2, 3))
+            grads.far_logs[side] += both.view(self.count, s.G).sum(0)
+        for number, x in enumerate(st.far):
+            pairs = parts[..., number * C : (number + 1) * C].sum((1, 2))
+            grads.far_logs[x.side] += pairs.view(-1, s.G).sum(0)
+
+    def _add_bias_grads(self, grads: Grads, slope: Tensor, start: int) -> None:
+        """Add the gradients of the bias of near pairs."""
+        st, s = self.st, self.s
+        whole = slope.view(st.together, self.count, s.G, s.R, st.size, st.width)
+        distance = st.distance[:, : st.near - st.count]
+        inside = distance.abs() < self.call.window
+        pairs = whole.sum((0, 1)).flatten(0, 1)[..., st.count : st.near][:, inside]  # (H, n)
+        assert grads.band is not None
+        grads.band.index_add_(1, distance[inside] + self.call.window - 1, pairs)
+        if st.sinks is not None:
+            query = torch.arange(start, start + st.together * st.size, device=slope.device) + self.call.offset
+            left = st.sinks.position[self.block].unsqueeze(1) <= query.view(1, -1, 1)  # (b, c C, s)
+            left = left.view(self.count, 1, 1, st.together, st.size, st.count).movedim(3, 0)
+            for side, here in enumerate((left, ~left)):
+                grads.tails[side] += (whole[..., : st.count] * here).sum((0, 1, 4, 5)).flatten()
