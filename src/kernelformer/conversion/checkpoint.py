@@ -135,20 +135,15 @@ def check_target(source: str | Path, target: Path, force: bool) -> None:
             )
         if Checkpoint.folder_for(resolved) == original:
             raise ValueError(f"{source} has the name that an unfinished {target} would have; choose another name.")
+    from kernelformer.hf.save import KIND, model_type
+
     if not target.exists() and not target.is_symlink():
         return
     if not force:
         raise ValueError(f"{target} is there already; give another folder, or --force to replace it.")
-    ours = target.is_dir() and not target.is_symlink() and (not any(target.iterdir()) or _converted(target))
+    ours = target.is_dir() and not target.is_symlink() and (not any(target.iterdir()) or model_type(target) == KIND)
     if not ours:
         raise ValueError(f"{target} is not a converted model, so that --force does not remove it; do it by hand.")
-
-
-def _converted(folder: Path) -> bool:
-    from kernelformer.hf.save import CONFIG, KIND
-
-    path = folder / CONFIG
-    return path.is_file() and f'"{KIND}"' in path.read_text("utf-8", errors="replace")
 
 
 @contextmanager

@@ -202,15 +202,6 @@ def check_repeats(setting: ConvertSettings, origin: Source) -> None:
         )
 
 
-def repeats_for(origin: Source, student: Any, setting: ConvertSettings) -> Repeats | None:
-    """Repeated passages beyond the window of a converted decoder; None for other models or a share of 0."""
-    share = REPEATS if setting.repeats is None else setting.repeats
-    if origin.task != "causal" or not share:
-        return None
-    numbers = number_tokens(origin.tokenizer, setting.seed) if knows_numbers(origin) else []
-    return Repeats(share, max(1, window_of(student)), numbers)
-
-
 class Distillation:
     """Stages of one conversion: the student is trained in place, and a checkpoint keeps what was learned."""
 
@@ -218,7 +209,12 @@ class Distillation:
         self.student, self.origin, self.texts, self.result = job.student, job.origin, job.texts, job.result
         self.setting, self.checkpoint, self.log, self.inputs = job.setting, checkpoint, job.log, job.evaluation.batches
         self.rows: TextRows = rows_for(job.origin, job.texts.training, job.result.length)
-        self.repeats = repeats_for(job.origin, job.student, self.setting)
+        share = REPEATS if self.setting.repeats is None else self.setting.repeats
+        self.repeats: Repeats | None = None  # passages beyond the window of a converted decoder
+        if job.origin.task == "causal" and share:
+            tokenizer = job.origin.tokenizer
+            numbers = number_tokens(tokenizer, self.setting.seed) if knows_numbers(job.origin) else []
+            self.repeats = Repeats(share, max(1, window_of(job.student)), numbers)
         if self.repeats is not None:
             share, gap, length = self.repeats.share, self.repeats.gap, self.result.length
             said = f"rows of {length} tokens have no room for passages that come again after {gap} tokens"

@@ -206,8 +206,11 @@ def judge(
         log: called with what happens.
     """
     writes = origin.task == "causal" and evaluation.used is not None
-    lengths = _lengths(origin, setting) if writes else ()
-    limit, tokens = longest(origin), setting.sample_tokens if writes else 0
+    limit = longest(origin)
+    lengths = setting.passkey_lengths if writes and setting.passkeys else ()
+    if writes and setting.passkeys and not lengths and knows_numbers(origin):
+        lengths = tuple(x for x in LENGTHS if limit is None or x <= limit)
+    tokens = setting.sample_tokens if writes else 0
     if tokens is None:
         tokens = TOKENS if limit is None else min(TOKENS, limit // 2)
     rows, passes = evaluation.batches, 4 if hybrids(student) else 2
@@ -322,15 +325,6 @@ def _figures(
         same = evaluation_inputs(bare, texts, length, setting.samples, setting.batch, setting.seed)
         answers = [x["input_ids"] for x in same.batches]
     return part_figures(origin.model, student, batches, answers)
-
-
-def _lengths(origin: Source, setting: JudgeSettings) -> tuple[int, ...]:
-    if not setting.passkeys:
-        return ()
-    if not setting.passkey_lengths and not knows_numbers(origin):
-        return ()
-    limit = longest(origin)
-    return setting.passkey_lengths or tuple(x for x in LENGTHS if limit is None or x <= limit)
 
 
 def _recall(

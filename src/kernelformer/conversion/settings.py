@@ -12,6 +12,9 @@ from kernelformer.settings import KIND, PICKLE, SEED, TEXTS, Settings, option, p
 FEATURES = 128  # default number of features or landmarks, or the rank
 
 
+TASKS = ("auto", "encoder", "masked", "causal", "seq2seq")
+
+
 @dataclass(frozen=True, kw_only=True)
 class JudgeSettings(Settings):
     """Settings for judging a converted model beside its original, see `judge`; each option's help describes it.
@@ -68,11 +71,7 @@ class ConvertSettings(JudgeSettings):
     repeats: float | None = option(None, "share of a decoder's rows with repeated passages; default: 0.5")
     text: Path | None = option(None, "texts to measure on; default: some of --distill")
     length: int | None = option(None, "tokens of a text; default: 256", least=2)
-    task: str = option(
-        "auto",
-        "what the model is: auto, encoder, masked, causal or seq2seq",
-        choices=("auto", "encoder", "masked", "causal", "seq2seq"),
-    )
+    task: str = option("auto", f"what the model is: {', '.join(TASKS[:-1])} or {TASKS[-1]}", choices=TASKS)
     no_judge: bool = option(False, "do not judge the model beside its original", switch=True)
 
     def __post_init__(self) -> None:
@@ -149,7 +148,7 @@ class AdviseSettings(Settings):
     samples: int = option(8, "texts to measure on, and as many others to fit on", least=1)
     steps: int = option(60, "of the quick fit of loglinear", least=1)
     check: bool = option(False, "convert afterwards and measure on other texts", switch=True)
-    task: str = option("auto", KIND, choices=("auto", "encoder", "masked", "causal", "seq2seq"))
+    task: str = option("auto", KIND, choices=TASKS)
     allow_pickle: bool = option(False, PICKLE, switch=True)
     seed: int = option(0, f"{SEED} of the choice of texts", least=0)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,11 @@ from torch import nn
 from transformers.utils import CONFIG_NAME
 
 from kernelformer import __version__
+from kernelformer.conversion.checkpoint import appearing
 from kernelformer.conversion.settings import ExportSettings
 from kernelformer.export.graphs import Prompt, Step, Whole, causal_cores, trace_step, trace_whole
 from kernelformer.export.onnx_files import OPSET, Differences, compare, save_onnx, traced
-from kernelformer.files import PART, read_json, write_json, write_text
+from kernelformer.files import read_json, write_json, write_text
 from kernelformer.formatting import human_bytes
 from kernelformer.hf import load
 from kernelformer.hf.attend import KeptAttention
@@ -101,16 +101,12 @@ def longest_of(model: Any) -> int | None:
             return model.longest
         inner = model if isinstance(model, KernelformerModel) else model.model
         return inner.embeddings.longest
-    tables = [x for name, x in model.named_modules() if _is_position_table(name, x)]
+    named = [(name.rpartition(".")[2], x) for name, x in model.named_modules() if isinstance(x, nn.Embedding)]
+    tables = [x for name, x in named if "position" in name or name == "wpe"]
     # Some count from behind their padding token on.
     rooms = [x.num_embeddings - (0 if x.padding_idx is None else x.padding_idx + 1) for x in tables]
     rooms += [x for x in [getattr(model.config, "max_position_embeddings", None)] if x is not None and tables]
     return min(rooms, default=None)
-
-
-def _is_position_table(name: str, module: nn.Module) -> bool:
-    last = name.rpartition(".")[2]
-    return isinstance(module, nn.Embedding) and ("position" in last or last == "wpe")
 
 
 WHOLE_FILE, STEP_FILE, RECORD = "model.onnx", "decode.onnx", "export.json"
@@ -164,14 +160,9 @@ def export_folder(
     if target.exists():
         raise ValueError(f"{target} is there already; give the name of a folder that is not, or remove it.")
     home, model = load_exportable(Path(folder))
-    part = target.with_name(f".{target.name}.{uuid.uuid4().hex}{PART}")
-    part.mkdir(parents=True)
-    try:
+    with appearing(target) as part:
         result = _write(model, part, setting, log)
         _finish(home, part, model, result, generates=(part / STEP_FILE).is_file())
-        os.replace(part, target)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     sizes = {x.name: x.stat().st_size for x in sorted(target.iterdir())}
     return Exported(target, sizes, *result)
 
@@ -222,14 +213,9 @@ def _finish(home: Path, part: Path, model: Any, result: tuple[Any, ...], generat
     write_script(part, model.config.vocab_size, longest, generates=generates)
     sizes = {x.name: human_bytes(x.stat().st_size) for x in part.glob("*.onnx*")}
     record = {"model": kind, "opset": OPSET, "longest": longest, "growing_layers": grows, "files": sizes}
-    versions = {"kernelformer": __version__, "torch": torch.__version__, **_versions("onnx", "onnxruntime")}
+    versions = {"kernelformer": __version__, "torch": torch.__version__}
+    versions |= {package: version(package) for package in ("onnx", "onnxruntime")}
     write_json(part / RECORD, {**record, "largest_difference": asdict(differences), "versions": versions})
-
-
-def _versions(*names: str) -> dict[str, str]:
-    from importlib.metadata import version
-
-    return {name: version(name) for name in names}
 
 
 def load_exportable(folder: Path) -> tuple[Path, Any]:

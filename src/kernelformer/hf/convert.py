@@ -235,19 +235,6 @@ def _heads(attentions: Sequence[Attention], exact: Mapping[int | str, Sequence[i
     return heads
 
 
-__all__ = [
-    "EXACT",
-    "Conversion",
-    "ConvertedModel",
-    "Layer",
-    "apply",
-    "conversion",
-    "convert",
-    "cores",
-    "new_cache",
-    "undo",
-]
-
 Model = TypeVar("Model", bound=nn.Module)
 _CACHES = "kernelformer.hf.new_cache(model), a StateCache or a DynamicCache"  # that a converted model knows
 BEFORE = "_attention_before"  # of a converted model: its configurations and their implementation

@@ -145,6 +145,15 @@ def _each_by_itself(weights: Mapping[str, Tensor], tied: Mapping[str, str]) -> d
     return own
 
 
+def model_type(folder: Path) -> Any:
+    """Return the type of model that a folder's configuration names; None if it cannot be read."""
+    try:
+        record = read_json(folder / CONFIG)
+    except (OSError, ValueError):
+        return None
+    return record.get("model_type") if isinstance(record, dict) else None
+
+
 def _refuse_original(folder: Path) -> None:
     """Raise for a folder with a model that is not a converted one: saving would remove it."""
     path = folder / CONFIG
@@ -156,11 +165,7 @@ def _refuse_original(folder: Path) -> None:
                 f"Saving would remove them; choose another folder, or remove them by hand."
             )
         return
-    try:
-        record = read_json(path)
-    except ValueError:
-        record = None
-    kind = record.get("model_type") if isinstance(record, dict) else None
+    kind = model_type(folder)
     if kind != KIND:
         raise ValueError(
             f"{folder} holds a model of type {kind!r}, which saving the converted one would overwrite; choose another "

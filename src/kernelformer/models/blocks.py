@@ -229,26 +229,22 @@ def make_attention(
 
 def last_segments(segment_ids: Tensor | None, tokens: int, past: int = 0) -> Tensor | None:
     """The segments of the last L tokens, of ids (B, past + L); None where there are none."""
-    if segment_ids is None:
-        return None
-    if segment_ids.dim() != 2 or segment_ids.shape[1] != past + tokens:
+    return None if segment_ids is None else _last(segment_ids, tokens, past, "segment_ids")
+
+
+def _last(x: Tensor, tokens: int, past: int, what: str) -> Tensor:
+    """The columns of the last L tokens, (B, past + L) -> (B, L)."""
+    if x.dim() != 2 or x.shape[1] != past + tokens:
         before = f"{past} in the cache and {tokens} new ones" if past else f"{tokens}"
-        raise ValueError(
-            f"segment_ids must be (batch, tokens) with a column for each of {before}, got {tuple(segment_ids.shape)}."
-        )
-    return segment_ids[:, past:]
+        raise ValueError(f"{what} must be (batch, tokens) with a column for each of {before}, got {tuple(x.shape)}.")
+    return x[:, past:]
 
 
 def visible(attention_mask: Tensor | None, tokens: int, past: int = 0, what: str = "attention_mask") -> Tensor | None:
     """Make of a Hugging Face mask (B, past + L) a key mask of the last L tokens; None where it hides none of them."""
     if attention_mask is None:
         return None
-    if attention_mask.dim() != 2 or attention_mask.shape[1] != past + tokens:
-        before = f"{past} in the cache and {tokens} new ones" if past else f"{tokens}"
-        raise ValueError(
-            f"{what} must be (batch, tokens) with a column for each of {before}, got {tuple(attention_mask.shape)}."
-        )
-    mask = attention_mask[:, past:].bool()
+    mask = _last(attention_mask, tokens, past, what).bool()
     if not torch.compiler.is_compiling() and not mask.is_meta and bool(mask.all()):
         return None
     return mask

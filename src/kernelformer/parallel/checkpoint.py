@@ -111,20 +111,20 @@ def write_state(
     for name, x in values.items():
         parameter, _, key = name.removeprefix(PREFIX).rpartition(".")
         state.setdefault(parameter, {})[key] = x
+
+    def like(value: Any, now: Any) -> Any:
+        """A plain value as the optimizer has it: betas are a tuple, and a rate may be a tensor."""
+        if isinstance(now, Tensor):
+            return now.new_tensor(value).reshape(now.shape)
+        return tuple(value) if isinstance(now, tuple) else value
+
     restored = [
-        {name: _like(x, now.get(name)) if name != _PARAMS else x for name, x in saved.items()}
+        {name: like(x, now.get(name)) if name != _PARAMS else x for name, x in saved.items()}
         for saved, now in zip(groups, optimizer.param_groups, strict=True)
     ]
     whole = {"state": state, "param_groups": restored}
     # A parameter that never had a gradient has no state, and torch's strict loading wants one.
     set_optimizer_state_dict(model, optimizer, whole, options=StateDictOptions(strict=False))  # type: ignore[arg-type]
-
-
-def _like(value: Any, now: Any) -> Any:
-    """A plain value as the optimizer has it: betas are a tuple, and a rate may be a tensor."""
-    if isinstance(now, Tensor):
-        return now.new_tensor(value).reshape(now.shape)
-    return tuple(value) if isinstance(now, tuple) else value
 
 
 RECORD = "sharded.json"
@@ -214,7 +214,10 @@ def load_sharded(folder: str | Path, model: nn.Module, optimizer: Optimizer | No
 
     _all_do(check)
     _all_do(lambda: check_hashes(folder), first=True)
-    _all_do(lambda: _read(folder, tensors), f"{folder} cannot be read: ")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        reader = HuggingFaceStorageReader(str(folder))
+        _all_do(lambda: load(_rows(tensors), storage_reader=reader), f"{folder} cannot be read: ")
     set_model_state_dict(model, state)
     if optimizer is not None:
         states = {name: x for name, x in tensors.items() if name.startswith(PREFIX)}
@@ -238,12 +241,6 @@ def _tensors(model: nn.Module, state: Mapping[str, Any] | None = None) -> dict[s
 def _rows(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """The same tensors, single numbers as rows of one: torch reads files by slices, and a number has none."""
     return {name: x.view(1) if x.dim() == 0 else x for name, x in tensors.items()}
-
-
-def _read(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        load(_rows(tensors), storage_reader=HuggingFaceStorageReader(str(folder)))
 
 
 def _size(x: Tensor) -> list[Any]:

@@ -59,14 +59,10 @@ def difference(tensors: Mapping[str, Tensor], group: Group | None = None) -> str
             continue
         value = x.detach().contiguous().clone()
         dist.broadcast(value, ranks[0], group)
-        if not other and not _same_bits(value, x.detach()):
+        bits = (y.contiguous().reshape(-1).view(torch.uint8) for y in (value, x.detach()))
+        if not other and not torch.equal(*bits):
             other = f"{name} has other values on process {here} than on {ranks[0]}"
     return first_problem(other, (group,))
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Return True if two tensors have the same bits."""
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
 
 
 def _said(size: tuple[tuple[int, ...], str] | None) -> str:
@@ -130,11 +126,15 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
         ValueError: there is none.
     """
     named = getattr(model, "_no_split_modules", None) or ()
+
+    def attends(block: nn.Module) -> bool:
+        return type(block).__name__ in named or any(isinstance(x, AttentionCore) for x in block.modules())
+
     blocks: dict[str, nn.Module] = {}
     for kind in (nn.ModuleList, nn.Sequential):  # the latter may be what holds a whole model together
         for name, parts in model.named_modules():
             related = any(_within(name, x) or _within(x, name) for x in blocks)
-            if isinstance(parts, kind) and not related and any(_attends(x, named) for x in parts):
+            if isinstance(parts, kind) and not related and any(attends(x) for x in parts):
                 blocks |= {f"{name}.{i}".lstrip("."): x for i, x in enumerate(parts)}
     if not blocks:
         raise ValueError(
@@ -147,10 +147,6 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 def _within(inner: str, outer: str) -> bool:
     return not outer or inner == outer or inner.startswith(f"{outer}.")
-
-
-def _attends(block: nn.Module, named: Any) -> bool:
-    return type(block).__name__ in named or any(isinstance(x, AttentionCore) for x in block.modules())
 
 
 def _shared_modules(model: nn.Module, blocks: dict[str, nn.Module]) -> list[nn.Module]:
