@@ -126,7 +126,7 @@ class CausalRows:
         self.length, self.size, self.before = logs.shape[1], size, before
         self.queries = in_chunks(logs, size)  # (N, n, C, R, M)
         self.keys, self.value = in_chunks(keys[0], size, -torch.inf), in_chunks(keys[1], size)
-        self.chunks, self.later = self.keys.shape[1], later_than(max(GROUP, BLOCK) + 1, logs)
+        self.chunks, self.later = self.keys.shape[1], later_than(max(GROUP, BLOCK) + 1, keys[0])
         self.slope, self.fade = slope, None if slope is None else slope * size
         if slope is not None:
             line = slope.unsqueeze(3) * torch.arange(size, device=slope.device).unsqueeze(1)  # (N, 1, C, 1)
