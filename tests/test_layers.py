@@ -35,7 +35,7 @@ LAB_ORDER = [
     {"tasks"},
     {"data"},
     {"analysis"},
-    {"jobs", "memory", "records"},
+    {"figures", "jobs", "memory", "records"},
 ]
 # Within a level, who may use whom: the wording of errors, and how files are read and written.
 WITHIN = {

@@ -32,8 +32,8 @@ from torch.autograd import forward_ad
 
 Role = Literal["query", "key"]
 Family = Literal["positive", "signed"]
-Formula = Callable[[Tensor, Sequence[Tensor], Role], tuple[Tensor, ...]]
-VJP = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
+Formula = Callable[[Tensor, Sequence[Tensor], Role], Tensor]
+VJP = Callable[[Tensor], tuple[Tensor, ...]]
 
 
 class Workspace:
@@ -54,14 +54,15 @@ class Workspace:
         return flat[:count].view(size)
 
 
-class Chunks:
-    """A map bound to its tensors, evaluated chunk by chunk: its formula as it stands, differentiated by `torch.func`.
+class PositiveChunks:
+    """A positive map bound to its tensors, evaluated chunk by chunk: by its formula, differentiated by `torch.func`.
 
     A backward pass maps a chunk and then asks for its gradient, so that once a gradient has been asked for, the graph
-    of the last evaluation is kept until it is used: the formula is evaluated once there, not twice.
+    of the last evaluation is kept until it is used: the formula is evaluated once there, not twice. Subclasses have
+    quicker products.
 
     Args:
-        formula: of x (1, N, C, D), tensors (1, N, ...) each, and the role; gives tensors (1, N, C, ...).
+        formula: of x (1, N, C, D), tensors (1, N, ...) each, and the role; gives ``log phi`` (1, N, C, M).
         tensors: (N, ...) each; rows n of a chunk belong to row n of them.
         learn: sum up the gradients of the tensors.
         grads: where to; default: zeros.
@@ -72,31 +73,31 @@ class Chunks:
         if learn and not grads:
             grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in tensors]
         self.grads = list(grads)
-        self._graphs: dict[Role, tuple[Tensor, tuple[Tensor, ...], VJP]] | None = None
+        self._graphs: dict[Role, tuple[Tensor, Tensor, VJP]] | None = None
 
-    def _outputs(self, role: Role, x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(y[0] for y in self.formula(x.unsqueeze(0), [t.unsqueeze(0) for t in tensors], role))
+    def _outputs(self, role: Role, x: Tensor, *tensors: Tensor) -> Tensor:
+        return self.formula(x.unsqueeze(0), [t.unsqueeze(0) for t in tensors], role)[0]
 
-    def _evaluate(self, x: Tensor, role: Role) -> tuple[Tensor, ...]:
-        """Outputs of the formula at x (N, C, D), (N, C, ...) each; not to be overwritten."""
+    def _evaluate(self, x: Tensor, role: Role) -> Tensor:
+        """Log features (N, C, M) at x (N, C, D); not to be overwritten."""
         if self._graphs is None:
             return self._outputs(role, x, *self.tensors)
         self._graphs[role] = x, *self._linearize(x, role)
         return self._graphs[role][1]
 
-    def _linearize(self, x: Tensor, role: Role) -> tuple[tuple[Tensor, ...], VJP]:
+    def _linearize(self, x: Tensor, role: Role) -> tuple[Tensor, VJP]:
         learned, fixed = (self.tensors, ()) if self.learn else ((), self.tensors)
         # torch.func differentiates inside of a custom operator too, where autograd is off.
         y, vjp = torch.func.vjp(lambda x, *t: self._outputs(role, x, *t, *fixed), x, *learned)[:2]
         return y, vjp
 
-    def _vjp(self, x: Tensor, role: Role, grads: Sequence[Tensor | None], out: Tensor) -> Tensor:
-        """Gradient at x, written into out, from the gradients of the formula's outputs; None means 0."""
+    def _vjp(self, x: Tensor, role: Role, grad: Tensor, out: Tensor) -> Tensor:
+        """Gradient at x, written into out, from that of the log features."""
         self._graphs = self._graphs or {}
-        known, y, vjp = self._graphs.pop(role, (None, (), None))
+        known, _, vjp = self._graphs.pop(role, (None, None, None))
         if known is not x or vjp is None:
-            y, vjp = self._linearize(x, role)
-        dx, *others = vjp(tuple(torch.zeros_like(a) if g is None else g for a, g in zip(y, grads, strict=False)))
+            vjp = self._linearize(x, role)[1]
+        dx, *others = vjp(grad)
         for total, grad in zip(self.grads, others, strict=True):
             total += grad
         return out.copy_(dx)
@@ -105,32 +106,28 @@ class Chunks:
         """Return the gradients of the bound tensors, (N, ...) each, summed over all vector-Jacobian products so far."""
         return self.grads
 
-
-class PositiveChunks(Chunks):
-    """Positive map on chunks; its formula gives ``log phi``. Subclasses override it by quicker products."""
-
     def queries(self, x: Tensor, shift: Tensor, out: Tensor) -> Tensor:
         """Compute ``out = log phi(x) + shift``: x (N, C, D), shift (N, 1, M), out (N, C, M), which is returned.
 
         Under normalization a summand that is the same for all features of a row may be left out: it cancels.
         """
-        return torch.add(self._evaluate(x, "query")[0], shift, out=out)
+        return torch.add(self._evaluate(x, "query"), shift, out=out)
 
     def keys(self, x: Tensor, out: Tensor) -> Tensor:
         """Compute ``out = log phi(x)^T``: x (N, C, D), out (N, M, C), which is returned."""
-        return out.copy_(self._evaluate(x, "key")[0].transpose(1, 2))
+        return out.copy_(self._evaluate(x, "key").transpose(1, 2))
 
     def key_rows(self, x: Tensor, out: Tensor) -> Tensor:
         """Compute `keys` row by row, out (N, C, M)."""
-        return out.copy_(self._evaluate(x, "key")[0])
+        return out.copy_(self._evaluate(x, "key"))
 
     def vjp_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """Gradient of `queries` at x, grad (N, C, M) -> out (N, C, D); adds to `tensor_grads` if bound to learn."""
-        return self._vjp(x, "query", [grad], out)
+        return self._vjp(x, "query", grad, out)
 
     def vjp_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """Gradient of `keys` at x, grad (N, M, C) -> out (N, C, D); adds to `tensor_grads` if bound to learn."""
-        return self._vjp(x, "key", [grad.transpose(1, 2).contiguous()], out)
+        return self._vjp(x, "key", grad.transpose(1, 2).contiguous(), out)
 
     def at(self, row: int, head: int = 0) -> PositiveChunks:
         """Return the same map for one row of N; gradients of its tensors are added to those of the whole.
@@ -141,26 +138,6 @@ class PositiveChunks(Chunks):
         """
         tensors, grads = ([x[row : row + 1] for x in some] for some in (self.tensors, self.grads))
         return PositiveChunks(self.formula, tensors, self.learn, grads)
-
-
-class SignedChunks(Chunks):
-    """Signed map on chunks; its formula gives phi and, for some maps, a log factor."""
-
-    def features(self, x: Tensor, role: Role, out: Tensor) -> Tensor | None:
-        """Write phi(x) into out (N, C, M) up to the returned log factor (N, C, 1); None means 0.
-
-        phi(x) = out * exp(factor). Under normalization a query's factor may be left out: it cancels.
-        """
-        phi, *factor = self._evaluate(x, role)
-        out.copy_(phi)
-        return factor[0].clone() if factor else None
-
-    def vjp(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
-        """Gradient at x, out (N, C, D), from that of phi (N, C, M; may be overwritten) and of the log factor (N, C, 1).
-
-        phi is what `features` wrote, with 0 in the rows of hidden keys, whose gradients are 0 too.
-        """
-        return self._vjp(x, role, [grad, log_grad], out)
 
 
 @dataclass(frozen=True)
@@ -208,7 +185,7 @@ class PositiveSpec(Spec):
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> PositiveChunks:
         """Bind the map to tensors (N, ...) in the dtype of the arithmetic; by default through the formula itself."""
         formula = self.log_shares if normalize else self.log_features
-        return PositiveChunks(lambda x, given, role: (formula(x, given, scale, role),), tensors, learn)
+        return PositiveChunks(lambda x, given, role: formula(x, given, scale, role), tensors, learn)
 
     def _example(self, x: Tensor, tensors: Sequence[Tensor]) -> Tensor:
         return self.log_features(x, tensors, 1.0, "key")
@@ -248,15 +225,6 @@ class SignedSpec(Spec):
         Under normalization a factor that all features of all rows share may be left out, if the chunks bound under
         normalization leave it out too, for a state may go from one to the other.
         """
-
-    def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> SignedChunks:
-        """Bind the map to tensors (N, ...) in the dtype of the arithmetic; by default through the formula itself."""
-
-        def formula(x: Tensor, given: Sequence[Tensor], role: Role) -> tuple[Tensor, ...]:
-            phi, factor = self.features(x, given, scale, role, normalize)
-            return (phi,) if factor is None else (phi, factor)
-
-        return SignedChunks(formula, tensors, learn)
 
     def _example(self, x: Tensor, tensors: Sequence[Tensor]) -> Tensor:
         return self.features(x, tensors, 1.0, "key")[0]

@@ -127,14 +127,14 @@ def test_a_chunk_is_a_number_of_rows_not_a_number_of_chunks(monkeypatch):
     from kernelformer.attention import blocks, positive
 
     seen = []
-    original = positive.PositiveEngine.causal
+    original = positive.PositiveSums.causal
 
     def spy(self, state, inputs):
         many, rows, _ = inputs.xk.shape
         seen.append((many * rows * state[1].shape[1], rows))
         return original(self, state, inputs)
 
-    monkeypatch.setattr(positive.PositiveEngine, "causal", spy)
+    monkeypatch.setattr(positive.PositiveSums, "causal", spy)
     core = core_of("favor+")
     for length in (64, 1000, 20000):
         core(*inputs(length, B=1, dtype=torch.float32), is_causal=True)

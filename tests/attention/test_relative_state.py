@@ -10,14 +10,13 @@ import torch
 
 from definition import build, close, inputs
 from kernelformer.attention.dispatch import attend_biased
-from kernelformer.attention.fading import fading
-from kernelformer.attention.families import make_engine
 from kernelformer.attention.plain import pairs
+from kernelformer.attention.plain.attend import make_map
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.relative import banded
 from kernelformer.attention.relative.call import Layout, RelativeCall
 from kernelformer.attention.relative.operator import relative_attention
-from kernelformer.contract import PositiveSpec, Workspace, lookup
+from kernelformer.contract import PositiveSpec, lookup
 from kernelformer.modules import split_cores as sums
 
 H, SCALE = 2, 0.5
@@ -242,23 +241,19 @@ def test_states_of_engines_become_sums_with_their_gradients(variant, causal):
 
 @pytest.mark.parametrize("sloped", [False, True], ids=["level", "slope"])
 @pytest.mark.parametrize("variant", ["favor+", "trigonometric", "relu", "tanh"])
-def test_what_engines_take_in_equals_the_keys_themselves(variant, sloped):
-    """As they stand, or with the log factors of a slope as one more coordinate; in two chunks; and of nothing."""
+def test_what_plain_maps_take_in_equals_the_keys_themselves(variant, sloped):
+    """As they stand, or with the log factors of a slope; in two chunks; and of nothing."""
     case = Case(variant, sloped=sloped)
 
     def absorbed(first, last, edge):
-        work = Workspace(torch.float64, torch.device("cpu"))
-        bound = [x.expand(2, H, *x.shape[2:]).flatten(0, 1) for x in case.tensors]
-        engine, _ = make_engine(case.spec, bound, SCALE, True, False, work)
-        k, v = (x[:, :, first:last].flatten(0, 1) for x in (case.k, case.v))
-        if sloped:
-            engine, fades = fading(engine), case.fades(first, last, edge).expand(2, -1, -1, -1).flatten(0, 1)
-            k = torch.cat([k, fades], 2)
-        state = engine.empty((2 * H,), case.spec.feature_dim(case.tensors, 8), 3, v)
-        for part in (slice(0, 5), slice(5, None)) if last > first else ():
-            engine.absorb(state, k[:, part].contiguous(), v[:, part].contiguous(), None)
-        state = [x.unflatten(0, (2, H)) for x in state]
-        return sums.sums_of_state(state, isinstance(case.spec, PositiveSpec))
+        phi = make_map(case.spec, case.tensors, SCALE, True, fades=sloped)
+        kept, fades = None, case.fades(first, last, edge)
+        for part in (slice(0, 5), slice(5, None)):
+            keys = phi.keys(case.k[:, :, first:last][:, :, part], case.v[:, :, first:last][:, :, part], None)
+            if sloped:
+                keys = phi.faded(keys, fades[:, part].expand(2, -1, -1, -1).flatten(0, 1))
+            kept = phi.absorb(keys, kept)
+        return sums.sums_of_state(phi.store(kept, H), isinstance(case.spec, PositiveSpec))
 
     with torch.no_grad():
         close(parts(case, outer=absorbed, empty=True), case.whole())

@@ -30,7 +30,8 @@ from kernelformer.settings import PICKLE, Settings, option
 from kernelformer_lab.bench.harness import too_large
 from kernelformer_lab.bench.timing import Figures, Step, time_rounds
 from kernelformer_lab.cli.studies import main
-from kernelformer_lab.studies.base import SCRIPT, Log, Progress, Record, Row, Study, drawing, table, unique
+from kernelformer_lab.figures import drawing, table
+from kernelformer_lab.studies.base import SCRIPT, Log, Progress, Record, Row, Study, unique
 from kernelformer_lab.studies.lengths import Subject, contender, describe
 
 ORIGINAL = "sdpa"  # the original's attention in torch, and what the exporter makes of it

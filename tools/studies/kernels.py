@@ -14,7 +14,8 @@ from kernelformer.settings import Settings
 from kernelformer_lab.analysis.errors import output_errors, sample_inputs
 from kernelformer_lab.analysis.spectra import kernel_profile
 from kernelformer_lab.cli.studies import main
-from kernelformer_lab.studies.base import SCRIPT, Log, Progress, Record, Row, Study, drawing, log_axis, table
+from kernelformer_lab.figures import drawing, log_axis, table
+from kernelformer_lab.studies.base import SCRIPT, Log, Progress, Record, Row, Study
 
 METHODS = ("gmm-rks", "gmm-prf", "fastfood-rks", "fastfood-prf", "generative-rks", "generative-prf")
 DISTANCES = tuple(x / 4 for x in range(17))

@@ -21,8 +21,9 @@ from kernelformer.formatting import human_time, short_names
 from kernelformer.settings import Settings, option
 from kernelformer_lab.bench.timing import taking_timings
 from kernelformer_lab.cli.studies import main
+from kernelformer_lab.figures import drawing, table
 from kernelformer_lab.recipes.catalogue import find_recipe
-from kernelformer_lab.studies.base import SCRIPT, SPECS, Log, Progress, Record, Row, Study, drawing, table
+from kernelformer_lab.studies.base import SCRIPT, SPECS, Log, Progress, Record, Row, Study
 from kernelformer_lab.training.config import Run
 from kernelformer_lab.training.session import train
 

@@ -21,7 +21,8 @@ from kernelformer.settings import SEED, Settings, option
 from kernelformer_lab.bench.timing import taking_timings
 from kernelformer_lab.cli.studies import main
 from kernelformer_lab.data.batching import fill_rows, padded
-from kernelformer_lab.studies.base import SCRIPT, SPECS, Log, Progress, Record, Row, Study, drawing, table
+from kernelformer_lab.figures import drawing, table
+from kernelformer_lab.studies.base import SCRIPT, SPECS, Log, Progress, Record, Row, Study
 
 SPREAD = 0.65  # of the logarithm of lengths, about that of proteins
 VOCABULARY = 64

@@ -28,7 +28,8 @@ from kernelformer_lab.bench.harness import time_bursts
 from kernelformer_lab.bench.settings import PASSES
 from kernelformer_lab.bench.timing import Step
 from kernelformer_lab.cli.studies import main
-from kernelformer_lab.studies.base import SCRIPT, Log, Progress, Record, Row, Study, drawing, log_axis, table, unique
+from kernelformer_lab.figures import drawing, log_axis, table
+from kernelformer_lab.studies.base import SCRIPT, Log, Progress, Record, Row, Study, unique
 
 OURS, LOOP, SDPA = "favor+", "favor+:algorithm=chunked", "sdpa"
 STEP, SLOW, COMPILED = "step", "step without its quick way", "its arithmetic compiled"

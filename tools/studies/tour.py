@@ -19,7 +19,8 @@ from kernelformer_lab.analysis.errors import output_errors, sample_inputs
 from kernelformer_lab.bench.attention import Case
 from kernelformer_lab.bench.benchmark import run_case
 from kernelformer_lab.cli.studies import main
-from kernelformer_lab.studies.base import SCRIPT, Log, Progress, Record, Row, Study, drawing, log_axis, table
+from kernelformer_lab.figures import drawing, log_axis, table
+from kernelformer_lab.studies.base import SCRIPT, Log, Progress, Record, Row, Study
 
 FEATURES = (16, 32, 64, 128, 256, 512)
 LENGTHS = (1024, 4096, 16384)

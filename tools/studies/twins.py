@@ -26,7 +26,8 @@ from kernelformer.settings import Settings, option, plain
 from kernelformer_lab.analysis.statistics import mean_and_error
 from kernelformer_lab.cli.studies import main
 from kernelformer_lab.data.batching import Sample, spread_evenly
-from kernelformer_lab.studies.base import SCRIPT, Log, Progress, Record, Row, Study, drawing, table, unique, where
+from kernelformer_lab.figures import drawing, table
+from kernelformer_lab.studies.base import SCRIPT, Log, Progress, Record, Row, Study, unique, where
 from kernelformer_lab.tasks import Task, make_task
 
 

@@ -451,10 +451,10 @@ def test_bad_options_of_sentences_are_refused_before_anything_is_read(options, m
 
 def test_the_tasks_of_glue_are_there_by_name():
     assert set(GLUE) == {"cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli"}
-    for name, options in GLUE.items():
-        task = make_task("sentences", **options)
+    for name, glue in GLUE.items():
+        task = make_task("sentences", **glue.options)
         assert task.source.location == f"hub:nyu-mll/glue:{name}"
-        assert task.metric == options["glue"]
+        assert task.metric == glue.metric
         labels = np.array([0.0, 1.0, 1.0])
         assert task.metric in task.score(Outcome(1.0, predictions=labels, labels=labels))
     assert Sentences.metric == "accuracy"

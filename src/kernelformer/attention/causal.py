@@ -28,9 +28,9 @@ from kernelformer.attention.blocks import (
     spread,
     visible_pair,
 )
-from kernelformer.attention.engine import Chunks
-from kernelformer.attention.families import engine_class, make_engine
 from kernelformer.attention.operator import Operator
+from kernelformer.attention.positive import CausalChunks, bind_sums
+from kernelformer.attention.state import empty_sums
 from kernelformer.contract import Workspace, compute_dtype, lookup, no_tangents
 
 INPUTS = (
@@ -41,12 +41,11 @@ INPUTS = (
 
 def _forward(*arguments: Any) -> tuple[Any, ...]:
     query, key, value, key_mask, tensors, state, spec, scale, normalize, keep = arguments
-    known = lookup(spec)
-    s = Shapes.of(query, key, value, known.feature_dim(tensors, query.shape[-1]))
+    s = Shapes.of(query, key, value, lookup(spec).feature_dim(tensors, query.shape[-1]))
     dtype = compute_dtype(query.dtype)
     work = Workspace(dtype, query.device)
     # Keys beyond the last query are never seen; queries beyond the last key see the final state.
-    pieces = Pieces(s, key_mask, work, length=min(s.L, s.S))
+    pieces = Pieces(s, key_mask, work)
     out = empty_rows(query, s.E)
     row_scales = query.new_zeros(s.B, s.H, s.L, dtype=dtype)
     end_state = [torch.empty_like(x) for x in state]
@@ -56,22 +55,22 @@ def _forward(*arguments: Any) -> tuple[Any, ...]:
     for first, last in spans(s.B, pieces.samples):
         block, count = slice(first, last), last - first
         bound = spread(tensors, block, count, s.G, pieces.together)
-        engine, _ = make_engine(known, bound, scale, normalize, False, work)
+        sums = bind_sums(spec, bound, scale, normalize, False, work)
         rows = [x[block].flatten(0, 1) for x in state]
         for group, (start, end) in enumerate(pieces.groups()):
             if keep:
                 for whole, part in zip(kept, rows, strict=True):
                     whole[group, block] = part.view(whole[group, block].shape)
-            hidden = pieces.hidden(block, count, start, end)
+            hidden = pieces.hidden(block, start, end)
             xq, xk, v = (pieces.rows(n, x, block, start, end) for n, x in (("q", q5), ("k", k5), ("v", v5)))
-            inputs = Chunks(xq, *visible_pair(xk, v, hidden), hidden, pieces.mask)
-            y, row_scale, rows = engine.causal(rows, inputs)
+            inputs = CausalChunks(xq, *visible_pair(xk, v, hidden), hidden, pieces.mask)
+            y, row_scale, rows = sums.causal(rows, inputs)
             pieces.put(out5, y, block, start, end)
             pieces.put(row_scales5, row_scale.unsqueeze(2), block, start, end)
         for whole, part in zip(end_state, rows, strict=True):
             whole[block] = part.view(whole[block].shape)
         if s.L > s.S:
-            tail, _ = make_engine(known, spread(tensors, block, count, s.G), scale, normalize, False, work)
+            tail = bind_sums(spec, spread(tensors, block, count, s.G), scale, normalize, False, work)
             for start, end in spans(s.L - s.S, s.chunk(count, s.H)):
                 at = slice(s.S + start, s.S + end)
                 put_rows(out5[block, :, :, at], tail.read(rows, rows_of(q5[block, :, :, at], "q", work)))
@@ -93,12 +92,11 @@ def _fake(*arguments: Any) -> tuple[Any, ...]:
 def _backward(*arguments: Any) -> tuple[Any, ...]:
     grad, state_grads, out, row_scales, end_state, kept, query, key, value, key_mask, *rest = arguments
     tensors, state, spec, scale, normalize, _, learn = rest
-    known = lookup(spec)
-    s = Shapes.of(query, key, value, known.feature_dim(tensors, query.shape[-1]))
+    s = Shapes.of(query, key, value, lookup(spec).feature_dim(tensors, query.shape[-1]))
     dtype = compute_dtype(query.dtype)
     work = Workspace(dtype, query.device)
     # Keys beyond the last query are never seen; queries beyond the last key see the final state.
-    pieces = Pieces(s, key_mask, work, length=min(s.L, s.S))
+    pieces = Pieces(s, key_mask, work)
     dq, dk, dv = (empty_rows(x, x.shape[-1]) for x in (query, key, value))
     for unseen in (dk, dv):
         unseen[:, :, s.L :] = 0
@@ -111,32 +109,32 @@ def _backward(*arguments: Any) -> tuple[Any, ...]:
     for first, last in spans(s.B, pieces.samples):
         block, count = slice(first, last), last - first
         bound = spread(tensors, block, count, s.G, pieces.together)
-        engine, tensor_grads = make_engine(known, bound, scale, normalize, learn, work)
+        sums = bind_sums(spec, bound, scale, normalize, learn, work)
         end_rows = [x[block].flatten(0, 1) for x in end_state]
-        grads = engine.grads_in(end_rows, [x[block].flatten(0, 1) for x in state_grads])
+        grads = sums.grads_in(end_rows, [x[block].flatten(0, 1) for x in state_grads])
         if s.L > s.S:
-            tail, tail_grads = make_engine(known, spread(tensors, block, count, s.G), scale, normalize, learn, work)
+            tail = bind_sums(spec, spread(tensors, block, count, s.G), scale, normalize, learn, work)
             for start, end in spans(s.L - s.S, s.chunk(count, s.H)):
                 at = slice(s.S + start, s.S + end)
                 x, g, y = (rows_of(t[block, :, :, at], n, work) for t, n in ((q5, "q"), (g5, "g"), (out5, "o")))
                 put_rows(dq5[block, :, :, at], tail.read_backward(end_rows, grads, x, g, y))
             if learn:
-                gather_grads(totals, tail_grads(), block, count, s.G)
+                gather_grads(totals, tail.chunks.tensor_grads(), block, count, s.G)
         for group, (start, end) in reversed(list(enumerate(pieces.groups()))):
             rows = [x[group, block].flatten(0, 1) for x in kept]
-            hidden = pieces.hidden(block, count, start, end)
+            hidden = pieces.hidden(block, start, end)
             named = {"q": q5, "k": k5, "v": v5, "g": g5, "o": out5, "row_scale": row_scales5}
             xq, xk, v, g, y, row_scale = (pieces.rows(n, x, block, start, end) for n, x in named.items())
-            inputs = Chunks(xq, *visible_pair(xk, v, hidden), hidden, pieces.mask)
-            dx, dx_k, d_v, grads, _ = engine.causal_backward(rows, grads, inputs, g, y, row_scale.squeeze(2))
+            inputs = CausalChunks(xq, *visible_pair(xk, v, hidden), hidden, pieces.mask)
+            dx, dx_k, d_v, grads = sums.causal_backward(rows, grads, inputs, g, y, row_scale.squeeze(2))
             pieces.put(dq5, dx, block, start, end)
             for target, part in zip((dk5, dv5), visible_pair(dx_k, d_v, hidden), strict=True):
                 pieces.put(target, part, block, start, end)
-        first_grads = engine.grads_out([x[block].flatten(0, 1) for x in state], grads)
+        first_grads = sums.grads_out([x[block].flatten(0, 1) for x in state], grads)
         for whole, part in zip(start_grads, first_grads, strict=True):
             whole[block] = part.view(whole[block].shape)
         if learn:
-            gather_grads(totals, tensor_grads(), block, count, s.G)
+            gather_grads(totals, sums.chunks.tensor_grads(), block, count, s.G)
     return dq, dk, dv, totals, start_grads
 
 
@@ -177,8 +175,7 @@ def causal_attention(
     if state is None:
         features = lookup(spec).feature_dim(tensors, query.shape[-1])
         like = query.new_empty(0, dtype=compute_dtype(query.dtype))
-        lead = (query.shape[0], key.shape[1])
-        state = engine_class(lookup(spec)).empty(lead, features, value.shape[-1], like)
+        state = empty_sums(lookup(spec), (query.shape[0], key.shape[1]), features, value.shape[-1], like)
     state = [x.to(compute_dtype(query.dtype)) for x in state]
     no_tangents(query=query, key=key, value=value, a_parameter_of_the_feature_map=tensors, state=state)
     inputs = (query, key, value, *tensors, *state)

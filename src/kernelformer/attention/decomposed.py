@@ -11,18 +11,34 @@ therefore (e^700 for signed maps), where float32 alone spans e^87; beyond that i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernelformer.attention.engine import Part
-from kernelformer.attention.near import Sinks, near_blocks
-from kernelformer.attention.near_far_call import NearFarCall, finish, merge
+from kernelformer.attention.near_far_call import NearFarCall, Sinks, near_blocks
 from kernelformer.attention.positive import EMPTY
+from kernelformer.attention.reference import GUARD
 from kernelformer.attention.step import answer_positive, answer_signed, log_add
 from kernelformer.contract import PositiveSpec, SignedSpec, Spec, compute_dtype, lookup, wide_dtype
+
+
+class Part(NamedTuple):
+    """What some keys give to c chunks of queries, to be merged with what other keys give (`merge`).
+
+    Args:
+        num: (N c, R C, E), ``exp(-log) sum_j w_ij v_j``.
+        log: (N c, R C), the scale of the row's sums; EMPTY where it sees no key.
+        den: (N c, R C), ``exp(-log) sum_j w_ij``; None means 1.
+        guard: (N c, R C), ``exp(-log) |phi(q_i)| sum_j |phi(k_j)|``; None: the same as den.
+    """
+
+    num: Tensor
+    log: Tensor
+    den: Tensor | None = None
+    guard: Tensor | None = None
+
 
 CHUNK = 64  # tokens; a chunk's own keys cost C (M + E) a token, sums of all chunks L / C times M E numbers
 
@@ -510,3 +526,42 @@ def _delayed(key: Tensor, value: Tensor, real: Tensor, delay: int) -> list[Tenso
     pair = (x.masked_fill(by_token(~real), 0) for x in (key, value))
     key, value = (F.pad(x, (0, 0, delay, 0)).narrow(2, 0, length) for x in pair)
     return [key, value, ~F.pad(real, (delay, 0)).narrow(1, 0, length)]
+
+
+NOTHING = -EMPTY  # log denominator of a row that sees no key: no weight is anything against it
+
+
+def merge(a: Part, b: Part) -> Part:
+    """The sums of both; ``a.num`` and ``b.num`` may be overwritten."""
+    log = torch.maximum(a.log, b.log)
+    left, right = (a.log - log).exp_(), (b.log - log).exp_()
+    den = _sum(left, a.den, right, b.den)
+    guard = None
+    if a.guard is not None or b.guard is not None:
+        guard = _sum(left, a.den if a.guard is None else a.guard, right, b.den if b.guard is None else b.guard)
+    num = a.num.mul_(left.unsqueeze(-1)).addcmul_(b.num, right.unsqueeze(-1))
+    return Part(num, log, den, guard)
+
+
+def _sum(left: Tensor, a: Tensor | None, right: Tensor, b: Tensor | None) -> Tensor:
+    return (left if a is None else left * a) + (right if b is None else right * b)
+
+
+def finish(part: Part) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Outputs, in the place of the numerators; the log of what they were divided by; where that is the guard.
+
+    Shapes (*, L, E), (*, L) and (*, L). A row that sees no key is zero, and its log denominator is `NOTHING`.
+    """
+    num, log, den, guard = part
+    seen = log > EMPTY / 2
+    if den is None:
+        return num.mul_(seen.unsqueeze(-1)), log.masked_fill(~seen, NOTHING), None
+    guarded = None
+    if guard is not None:
+        bound = GUARD * guard
+        guarded = den < bound
+        den = torch.maximum(den, bound)
+    seen = seen & (den > torch.finfo(den.dtype).tiny)
+    inverse = den.reciprocal().masked_fill_(~seen, 0)
+    total = den.log().add_(log).masked_fill_(~seen, NOTHING)
+    return num.mul_(inverse.unsqueeze(-1)), total, guarded

@@ -185,9 +185,9 @@ def has_operators(call: NearFarCall) -> bool:
 
 
 def key_sums(key: Tensor, value: Tensor, **how: Any) -> list[Tensor]:
-    """The state of some keys; see `linear.key_sums`."""
+    """The state of some keys; arguments as those of `plain_key_sums`."""
     if isinstance(lookup(how["spec"]), PositiveSpec) and how.get("slope") is None and not transforms_active():
-        return linear.key_sums(key, value, **how)
+        return linear.key_sums(key, value, **{name: x for name, x in how.items() if name not in ("slope", "mirror")})
     return run_plain("key_sums", key=key, value=value, **how)
 
 

@@ -2,7 +2,7 @@
 
     state = sum_j phi(k_j) (v_j, 1)          out_i = phi(q_i) . state
 
-`key_sums` gives the state of some keys, as `engine` keeps it; `merge_sums` puts the states of several parts of the keys
+`key_sums` gives the state of some keys, (log_mass, mean); `merge_sums` puts the states of several parts of the keys
 together; `read_sums` answers queries; `linear_attention` is one after the other. Gradients flow through all of them.
 A state may also be where `causal_attention` or near/far attention goes on from.
 """
@@ -28,35 +28,10 @@ from kernelformer.attention.blocks import (
     spread,
     visible_pair,
 )
-from kernelformer.attention.engine import Engine
-from kernelformer.attention.fading import fading
-from kernelformer.attention.families import engine_class, make_engine
 from kernelformer.attention.operator import Operator
-from kernelformer.attention.positive import EMPTY
+from kernelformer.attention.positive import EMPTY, PositiveSums, bind_sums
+from kernelformer.attention.state import empty_sums
 from kernelformer.contract import Workspace, compute_dtype, lookup, no_tangents
-
-
-@dataclass(frozen=True)
-class Fade:
-    """Keys that lose weight with their distance from an end of the sequence, by a log factor of their own.
-
-    Key j of S has ``slope (j - S)``, or ``-slope (j + 1)`` from the start: the next token beyond that end would have 0.
-
-    Args:
-        slope: (N, 1), of every row.
-        length: S.
-        mirror: count from the start instead of the end.
-    """
-
-    slope: Tensor
-    length: int
-    mirror: bool
-
-    def extend(self, x: Tensor, start: int) -> Tensor:
-        """Keys (N, C, D) from ``start`` on with their log factor as the last coordinate, see `fading`."""
-        place = torch.arange(start, start + x.shape[1], device=x.device, dtype=x.dtype)
-        steps = -(place + 1) if self.mirror else place - self.length
-        return torch.cat([x, (self.slope * steps).unsqueeze(2)], 2)
 
 
 @dataclass(frozen=True)
@@ -70,7 +45,6 @@ class KeyPass:
         key_mask: (B, S) bool, or None.
         block: of samples.
         work: buffers.
-        fade: of the keys, or None.
     """
 
     s: Shapes
@@ -79,7 +53,6 @@ class KeyPass:
     key_mask: Tensor | None
     block: slice
     work: Workspace
-    fade: Fade | None = None
 
     def _chunks(self) -> Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]:
         """Where a chunk is, its keys (N, C, D) and values (N, C, E), and which are hidden (N, C)."""
@@ -89,8 +62,7 @@ class KeyPass:
             hidden = self._hidden(at)
             pair = ((self.key, "k"), (self.value, "v"))
             k, v = (rows_of(x[self.block, :, :, at], name, self.work) for x, name in pair)
-            k, v = visible_pair(k, v, hidden)
-            yield at, k if self.fade is None else self.fade.extend(k, start), v, hidden
+            yield at, *visible_pair(k, v, hidden), hidden
 
     def _hidden(self, at: slice) -> Tensor | None:
         """The keys of a chunk that do not count, (N, C) bool; None where all do, as in most chunks under most masks."""
@@ -98,20 +70,17 @@ class KeyPass:
             return None
         return hidden_rows(self.key_mask, self.block, at, self.s.G, 1, at.stop - at.start)
 
-    def sums(self, engine: Engine) -> list[Tensor]:
-        """The state after all keys."""
-        s, count = self.s, self.block.stop - self.block.start
-        state = engine.empty((count * s.G,), s.M, s.E, self.key.new_empty(0, dtype=self.work.dtype))
+    def absorb(self, sums: PositiveSums, state: list[Tensor]) -> None:
+        """Take all keys into a state, in place."""
         for _, k, v, hidden in self._chunks():
-            engine.absorb(state, k, v, hidden)
-        return state
+            sums.absorb(state, k, v, hidden)
 
-    def backward(self, engine: Engine, state: list[Tensor], grads: list[Tensor], dk: Tensor, dv: Tensor) -> None:
+    def backward(self, sums: PositiveSums, state: list[Tensor], grads: list[Tensor], dk: Tensor, dv: Tensor) -> None:
         """Write the gradients of keys and values, from those of the state."""
         for at, k, v, hidden in self._chunks():
-            pair = visible_pair(*engine.absorb_backward(state, grads, k, v, hidden), hidden)
+            pair = visible_pair(*sums.absorb_backward(state, grads, k, v, hidden), hidden)
             for target, part in zip((dk, dv), pair, strict=True):
-                put_rows(target[self.block, :, :, at], part[..., : target.shape[-1]])
+                put_rows(target[self.block, :, :, at], part)
 
 
 @dataclass(frozen=True)
@@ -137,65 +106,51 @@ class QueryPass:
     def _rows(self, x: Tensor, name: str, at: slice) -> Tensor:
         return rows_of(x[self.block, :, :, at], name, self.work)
 
-    def read(self, engine: Engine, state: list[Tensor], out: Tensor) -> None:
+    def read(self, sums: PositiveSums, state: list[Tensor], out: Tensor) -> None:
         """Write the outputs (B, G, R, L, E)."""
         for at in self._spans():
-            put_rows(out[self.block, :, :, at], engine.read(state, self._rows(self.query, "q", at)))
+            put_rows(out[self.block, :, :, at], sums.read(state, self._rows(self.query, "q", at)))
 
     def backward(
-        self, engine: Engine, state: list[Tensor], grads: list[Tensor], given: tuple[Tensor, Tensor], dq: Tensor
+        self, sums: PositiveSums, state: list[Tensor], grads: list[Tensor], given: tuple[Tensor, Tensor], dq: Tensor
     ) -> None:
         """Write the gradients of the queries, from those of the outputs and the outputs; add to those of the state."""
         for at in self._spans():
             x, g, y = (self._rows(t, n, at) for t, n in zip((self.query, *given), ("q", "g", "o"), strict=True))
-            put_rows(dq[self.block, :, :, at], engine.read_backward(state, grads, x, g, y))
+            put_rows(dq[self.block, :, :, at], sums.read_backward(state, grads, x, g, y))
 
 
 class _Keys:
     """The arguments of `key_sums` with what its blocks share."""
 
     def __init__(self, arguments: Sequence[Any]) -> None:
-        (self.key, self.value, self.key_mask, self.tensors, self.slope, self.spec) = arguments[:6]
-        self.scale, self.normalize, self.parts, self.mirror = arguments[6:]
-        self.known = lookup(self.spec)
+        self.key, self.value, self.key_mask, self.tensors, self.spec, self.scale, self.normalize, self.parts = arguments
         B, G, S, D = self.key.shape
-        self.s = Shapes(B, G, G, S, S, D, self.value.shape[3], self.known.feature_dim(self.tensors, D))
+        self.s = Shapes(B, G, G, S, S, D, self.value.shape[3], lookup(self.spec).feature_dim(self.tensors, D))
         self.work = Workspace(compute_dtype(self.key.dtype), self.key.device)
 
     def blocks(self) -> list[slice]:
         return [slice(first, last) for first, last in spans(self.s.B, self.s.samples())]
 
-    def engine(self, block: slice, learn: bool) -> tuple[Engine, Any]:
+    def sums(self, block: slice, learn: bool) -> PositiveSums:
         bound = spread(self.tensors, block, block.stop - block.start, self.s.G)
-        engine, grads = make_engine(self.known, bound, self.scale, self.normalize, learn, self.work, self.parts)
-        return (engine if self.slope is None else fading(engine)), grads
+        return bind_sums(self.spec, bound, self.scale, self.normalize, learn, self.work, self.parts)
 
     def keys(self, block: slice) -> KeyPass:
         k5, v5 = grouped(self.key, self.s.G), grouped(self.value, self.s.G)
-        fade = None
-        if self.slope is not None:
-            slopes = self.slope.to(self.work.dtype).repeat(block.stop - block.start).unsqueeze(1)
-            fade = Fade(slopes, self.s.S, self.mirror)
-        return KeyPass(self.s, k5, v5, self.key_mask, block, self.work, fade)
+        return KeyPass(self.s, k5, v5, self.key_mask, block, self.work)
 
-    def room(self) -> list[Tensor]:
+    def empty(self, *lead: int) -> list[Tensor]:
         like = self.key.new_empty(0, dtype=self.work.dtype)
-        return [
-            like.new_empty(self.s.B, self.s.G, *x) for x in engine_class(self.known).state_shapes(self.s.M, self.s.E)
-        ]
+        return empty_sums(lookup(self.spec), lead, self.s.M, self.s.E, like)
 
 
 def _sums(*arguments: Any) -> list[Tensor]:
     call = _Keys(arguments)
-    state = call.room()
+    state = call.empty(call.s.B, call.s.G)
     for block in call.blocks():
-        _put(state, call.keys(block).sums(call.engine(block, False)[0]), block)
+        call.keys(block).absorb(call.sums(block, False), [x[block].flatten(0, 1) for x in state])
     return state
-
-
-def _put(state: Sequence[Tensor], rows: Sequence[Tensor], block: slice) -> None:
-    for whole, part in zip(state, rows, strict=True):
-        whole[block] = part.view(whole[block].shape)
 
 
 def _sums_backward(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -204,23 +159,21 @@ def _sums_backward(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     dk, dv = (empty_rows(x, x.shape[-1]) for x in (call.key, call.value))
     totals = [torch.zeros_like(x) for x in call.tensors] if learn else []
     for block in call.blocks():
-        engine, tensor_grads = call.engine(block, learn)
+        sums = call.sums(block, learn)
         rows, given = ([x[block].flatten(0, 1) for x in y] for y in (state, grads))
-        call.keys(block).backward(
-            engine, rows, engine.grads_in(rows, given), grouped(dk, call.s.G), grouped(dv, call.s.G)
-        )
+        call.keys(block).backward(sums, rows, sums.grads_in(rows, given), grouped(dk, call.s.G), grouped(dv, call.s.G))
         if learn:
-            gather_grads(totals, tensor_grads(), block, block.stop - block.start, call.s.G)
+            gather_grads(totals, sums.chunks.tensor_grads(), block, block.stop - block.start, call.s.G)
     return dk, dv, totals
 
 
 SUMS = Operator(
     "key_sums",
-    inputs="Tensor key, Tensor value, Tensor? key_mask, Tensor[] tensors, Tensor? slope, str spec, float scale, "
-    "bool normalize, bool parts, bool mirror",
+    inputs="Tensor key, Tensor value, Tensor? key_mask, Tensor[] tensors, str spec, float scale, bool normalize, "
+    "bool parts",
     outputs="Tensor[] state",
     forward=_sums,
-    fake=lambda *arguments: _Keys(arguments).room(),
+    fake=lambda *arguments: [torch.empty_like(x) for x in _Keys(arguments).empty(*arguments[0].shape[:2])],
     backward=_sums_backward,
     learned="key, value, tensors",
 )
@@ -230,8 +183,7 @@ class _Queries:
     """The arguments of `read_sums` with what its blocks share."""
 
     def __init__(self, arguments: Sequence[Any]) -> None:
-        self.query, self.tensors, self.state, spec, self.scale, self.normalize = arguments
-        self.known = lookup(spec)
+        self.query, self.tensors, self.state, self.spec, self.scale, self.normalize = arguments
         B, H, L, D = self.query.shape
         _, G, M, E = self.state[1].shape
         self.s = Shapes(B, H, G, L, L, D, E, M)
@@ -240,9 +192,9 @@ class _Queries:
     def blocks(self) -> list[slice]:
         return [slice(first, last) for first, last in spans(self.s.B, self.s.samples())]
 
-    def engine(self, block: slice, learn: bool) -> tuple[Engine, Any]:
+    def sums(self, block: slice, learn: bool) -> PositiveSums:
         bound = spread(self.tensors, block, block.stop - block.start, self.s.G)
-        return make_engine(self.known, bound, self.scale, self.normalize, learn, self.work)
+        return bind_sums(self.spec, bound, self.scale, self.normalize, learn, self.work)
 
     def queries(self, block: slice) -> QueryPass:
         return QueryPass(self.s, grouped(self.query, self.s.G), block, self.work)
@@ -255,7 +207,7 @@ def _read(*arguments: Any) -> Tensor:
     call = _Queries(arguments)
     out = empty_rows(call.query, call.s.E)
     for block in call.blocks():
-        call.queries(block).read(call.engine(block, False)[0], call.rows(block), grouped(out, call.s.G))
+        call.queries(block).read(call.sums(block, False), call.rows(block), grouped(out, call.s.G))
     return out
 
 
@@ -271,13 +223,13 @@ def _read_backward(*arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]
     totals = [torch.zeros_like(x) for x in call.tensors] if learn else []
     g5, out5, dq5 = (grouped(x, call.s.G) for x in (grad, out, dq))
     for block in call.blocks():
-        engine, tensor_grads = call.engine(block, learn)
-        rows = call.rows(block)
-        grads = engine.zero_grads(rows)
-        call.queries(block).backward(engine, rows, grads, (g5, out5), dq5)
-        _put(state_grads, engine.grads_out(rows, grads), block)
+        sums, rows = call.sums(block, learn), call.rows(block)
+        grads = sums.zero_grads(rows)
+        call.queries(block).backward(sums, rows, grads, (g5, out5), dq5)
+        for whole, part in zip(state_grads, sums.grads_out(rows, grads), strict=True):
+            whole[block] = part.view(whole[block].shape)
         if learn:
-            gather_grads(totals, tensor_grads(), block, block.stop - block.start, call.s.G)
+            gather_grads(totals, sums.chunks.tensor_grads(), block, block.stop - block.start, call.s.G)
     return dq, totals, state_grads
 
 
@@ -302,8 +254,6 @@ def key_sums(
     key_mask: Tensor | None = None,
     normalize: bool = True,
     parts: bool = False,
-    slope: Tensor | None = None,
-    mirror: bool = False,
 ) -> list[Tensor]:
     """The state of some keys: all that linear attention needs of them.
 
@@ -323,7 +273,7 @@ def key_sums(
         tensors (B, G, ...) as an `Engine` keeps them.
     """
     no_tangents(key=key, value=value, a_parameter_of_the_feature_map=tensors)
-    state: list[Tensor] = SUMS(key, value, key_mask, list(tensors), slope, spec, scale, normalize, parts, mirror)
+    state: list[Tensor] = SUMS(key, value, key_mask, list(tensors), spec, scale, normalize, parts)
     return state
 
 
@@ -375,7 +325,7 @@ def linear_attention(
 
 def _linear(*arguments: Any) -> tuple[Tensor, list[Tensor]]:
     query, key, value, key_mask, tensors, spec, scale, normalize = arguments
-    state = SUMS(key, value, key_mask, tensors, None, spec, scale, normalize, False, False)
+    state = SUMS(key, value, key_mask, tensors, spec, scale, normalize, False)
     return READ(query, tensors, state, spec, scale, normalize), state
 
 

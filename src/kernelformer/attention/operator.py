@@ -90,12 +90,14 @@ class Operator:
         ctx.save_for_backward(*(y for x in tensors for y in (x if isinstance(x, list) else [x])))
 
     def _grad(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        known = dict(zip(self._outputs, grads, strict=True))
         rest, arguments = list(ctx.saved_tensors), []  # read once: checkpointing makes them anew each time
         for length in ctx.lengths:
             arguments.append(rest.pop(0) if length is None else [rest.pop(0) for _ in range(length)])
         kept, inputs = arguments[: len(self._kept)], arguments[len(self._kept) :]
         outputs, by_name = dict(zip(self._kept, kept, strict=True)), dict(zip(self._tensors, inputs, strict=True))
-        known = dict(zip(self._outputs, grads, strict=True))
+        if all(known[x] is None for x in self._given):
+            return tuple(_padded(None, by_name.get(x)) for x in self._inputs)
         given = [_or_zeros(known[x], outputs.get(x)) for x in self._given]
         learn = [ctx.learn] if "tensors" in self._inputs else []
         found = self.backward(*given, *kept, *inputs, *ctx.call_settings, *learn)

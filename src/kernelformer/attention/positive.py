@@ -25,12 +25,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernelformer.attention.engine import CausalGrads, Chunks, Engine, Merged, Part
-from kernelformer.contract import PositiveChunks, Workspace
+from kernelformer.contract import PositiveChunks, PositiveSpec, Workspace, lookup
 
 EMPTY = -1e30  # log mass of no keys: vanishes against any real one, and differences of it stay finite
 
@@ -139,23 +139,48 @@ class _Group:
     state: list[Tensor]  # (N, ...) after the group
 
 
-class PositiveEngine(Engine):
-    """Mixtures of positive features; see `Engine` for the methods."""
+class CausalChunks(NamedTuple):
+    """Inputs of c consecutive chunks for each of N rows, queries of R heads to each key head.
 
-    def __init__(self, chunks: PositiveChunks, normalize: bool, work: Workspace, parts: bool = False) -> None:
-        super().__init__(normalize, work, parts)
-        self.chunks = chunks
+    Args:
+        xq: (N c, R C, D) queries.
+        xk: (N c, C, D) keys; hidden ones are 0.
+        v: (N c, C, E) values; hidden ones are 0.
+        hidden: (N c, C) bool, or None.
+        mask: (R C, C) of ones and zeros, 1 = visible.
+    """
+
+    xq: Tensor
+    xk: Tensor
+    v: Tensor
+    hidden: Tensor | None
+    mask: Tensor
+
+
+class CausalGrads(NamedTuple):
+    """Gradients of a causal group: of queries, keys, values, and the state before it."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    state: list[Tensor]
+
+
+class PositiveSums:
+    """Sums over keys and reads by queries, chunk by chunk, for N rows (sample, key head) at once.
+
+    A state is ``[log_mass, mean]``, (N, M, 1) and (N, M, E); its gradients are ``[d_kv, d_mass]`` between `grads_in`
+    and `grads_out`.
+
+    Args:
+        chunks: the map, bound to the rows.
+        normalize: divide by the sum of the weights.
+        work: buffers.
+    """
+
+    def __init__(self, chunks: PositiveChunks, normalize: bool, work: Workspace) -> None:
+        self.chunks, self.normalize, self.work = chunks, normalize, work
         self.turn = False
-
-    @staticmethod
-    def state_shapes(features: int, width: int) -> list[tuple[int, int]]:
-        """The shapes of log_mass and mean."""
-        return [(features, 1), (features, width)]
-
-    @staticmethod
-    def empty(lead: tuple[int, ...], features: int, width: int, like: Tensor) -> list[Tensor]:
-        """No mass, and a mean that adds nothing."""
-        return [like.new_full((*lead, features, 1), EMPTY), like.new_zeros(*lead, features, width)]
 
     @staticmethod
     def zero_grads(state: Tensors) -> list[Tensor]:
@@ -164,13 +189,13 @@ class PositiveEngine(Engine):
 
     @staticmethod
     def grads_in(state: Tensors, grads: Tensors) -> list[Tensor]:
-        """``mean = kv / mass`` and ``log_mass = log mass``, at mass 1."""
+        """From the gradients of a state's tensors: ``mean = kv / mass`` and ``log_mass = log mass``, at mass 1."""
         d_log_mass, d_mean = grads
         return [d_mean.clone(), d_log_mass - (d_mean * state[1]).sum(-1, keepdim=True)]
 
     @staticmethod
     def grads_out(state: Tensors, grads: Tensors) -> list[Tensor]:
-        """The same backwards; a state of no keys has no say."""
+        """The inverse of `grads_in`; a state of no keys has no gradient."""
         d_kv, d_mass = grads
         real = state[0] > EMPTY / 2
         return [(d_mass + (d_kv * state[1]).sum(-1, keepdim=True)) * real, d_kv * real]
@@ -192,9 +217,6 @@ class PositiveEngine(Engine):
         """Weights in proportion to ``p(m | i)``, and where it counts the log (N, C, 1) of what they were divided by."""
         out = self.work.take("queries", *x.shape[:2], log_mass.shape[1])
         weights = self.chunks.queries(x, log_mass.transpose(1, 2), out)
-        if self.parts:  # the largest is 1; what they add up to cancels
-            peak = weights.amax(-1, keepdim=True)
-            return weights.sub_(peak).exp_(), peak
         if self.normalize:
             return torch.softmax(weights, -1, out=weights), None
         mass = softmax_mass(weights)
@@ -266,7 +288,7 @@ class PositiveEngine(Engine):
         weights, size = self._weights(after, xq)
         return _Group(p, weights, size, before, decay, kv, old, [log_mass, mean])
 
-    def _sums(self, state: Tensors, inputs: Chunks) -> tuple[_Group, Tensor, Tensor]:
+    def _sums(self, state: Tensors, inputs: CausalChunks) -> tuple[_Group, Tensor, Tensor]:
         """A group, what its rows sum up (N c, R C, E), and what they see of their mixture (N c, R C).
 
         Past by the state, present by a small masked matrix.
@@ -278,7 +300,7 @@ class PositiveEngine(Engine):
         past = torch.mul(t.weights, t.decay.transpose(1, 2), out=self.work.take("slope", *t.weights.shape))
         return t, out, past.sum(2).add_(scores.sum(2))
 
-    def causal(self, state: Tensors, inputs: Chunks) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def causal(self, state: Tensors, inputs: CausalChunks) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The mean of what a row sees, or its sum.
 
         The row scale is what ``weights`` must be multiplied with to give the row's true shares: 1 / seen, or the size
@@ -299,21 +321,9 @@ class PositiveEngine(Engine):
             row_scale[row, index] = -1
         return out, row_scale, t.state
 
-    def causal_part(self, state: Tensors, inputs: Chunks) -> tuple[Part, Tensor, list[Tensor]]:
-        """What a row sums up, and sees, of its mixture, at the scale of that; row scales tell rescued rows only."""
-        t, out, seen = self._sums(state, inputs)
-        assert t.mass is not None
-        log, lost = t.mass.squeeze(2), seen < LOST
-        row_scale = torch.ones_like(seen)
-        if bool(lost.any()):
-            row_scale.masked_fill_(lost, 0)
-            log = log.masked_fill(lost, EMPTY)
-            for row, index, r in self._rescues(t, state, inputs, lost):
-                out[row, index] = r.sums(inputs.v[row])
-                row_scale[row, index], log[row, index], seen[row, index] = -1, r.log, 1
-        return Part(out, log, seen), row_scale, t.state
-
-    def _rescues(self, t: _Group, state: Tensors, inputs: Chunks, lost: Tensor) -> Iterator[tuple[int, Tensor, Rescue]]:
+    def _rescues(
+        self, t: _Group, state: Tensors, inputs: CausalChunks, lost: Tensor
+    ) -> Iterator[tuple[int, Tensor, Rescue]]:
         """Those of the lost rows that see a key, some queries of one head at a time."""
         xq, xk, _, hidden, _ = inputs
         for row, index in rescued_rows(lost & sees_some(t.before, hidden, xk.shape[1], xq.shape[1]), xk.shape[1]):
@@ -323,24 +333,16 @@ class PositiveEngine(Engine):
         self,
         state: Tensors,
         grads: list[Tensor],
-        inputs: Chunks,
+        inputs: CausalChunks,
         g: Tensor,
         out: Tensor,
         row_scale: Tensor,
-        merged: Merged | None = None,
     ) -> CausalGrads:
-        """As `read_backward` and `absorb_backward`, with the chunk's own keys by the small matrix.
-
-        A part's shares are those of the whole: its weights over the total mass.
-        """
+        """As `read_backward` and `absorb_backward`, with the chunk's own keys by the small matrix."""
         take = self.work.take
         xq, xk, v, hidden, mask = inputs
         t = self._group(state, xq, xk, v, hidden)
-        share = row_scale.clamp_min(0)
-        if merged is not None:
-            assert t.mass is not None
-            share = (t.mass.squeeze(2) - merged.total).exp_().masked_fill_(row_scale <= 0, 0)
-        weights = t.weights.mul_(share.unsqueeze(2))
+        weights = t.weights.mul_(row_scale.clamp_min(0).unsqueeze(2))
         score_size = (*xq.shape[:2], xk.shape[1])
         scores = torch.bmm(weights, t.p, out=take("scores", *score_size)).mul_(mask)
         kv_local = torch.bmm(weights.transpose(1, 2), g, out=take("kv_local", *t.kv.shape))
@@ -355,17 +357,12 @@ class PositiveEngine(Engine):
         if delta is not None:
             slope.addcmul_(delta, t.decay.transpose(1, 2))
         slope.baddbmm_(slopes, t.p.transpose(1, 2)).mul_(weights)
-        d_log = None if merged is None else slope.sum(2)
         dxq = self.chunks.vjp_queries(xq, slope, take("dxq", *xq.shape))
 
         rescues = []
         if bool((row_scale < 0).any()):
             for row, index in rescued_rows(row_scale < 0, xk.shape[1]):
                 r = self._rescue(t, state, row, index, xq, xk, hidden)
-                if merged is not None:
-                    part = (r.log - merged.total[row, index]).exp_()
-                    r.shares.mul_(part.view(-1, 1, 1))
-                    r.shares_before.mul_(part.unsqueeze(1))
                 rescues.append(
                     (row, index, r, rescue_backward(r, g[row, index], out[row, index], v[row], self.normalize))
                 )
@@ -379,9 +376,7 @@ class PositiveEngine(Engine):
             dxq[row, index] += r.chunks.vjp_queries(r.xq, d.query.unsqueeze(0), torch.empty_like(r.xq))[0]
             dxk[row] += r.chunks.vjp_keys(r.xk, d.key.unsqueeze(0), torch.empty_like(r.xk))[0]
             dv[row] += d.value
-            if d_log is not None:
-                d_log[row, index] = d.query.sum(1)
-        return CausalGrads(dxq, dxk, dv, before, d_log)
+        return CausalGrads(dxq, dxk, dv, before)
 
     def _rescue(
         self, t: _Group, state: Tensors, row: int, index: Tensor, xq: Tensor, xk: Tensor, hidden: Tensor | None
@@ -445,3 +440,28 @@ def _later(
                 d_kv[row // together] += d.kv_before
                 d_mass[row // together] += d.mass_before
     return later, later_mass, [d_kv, d_mass]
+
+
+def bind_sums(
+    spec: str,
+    tensors: Tensors,
+    scale: float,
+    normalize: bool,
+    learn: bool,
+    work: Workspace,
+    parts: bool = False,
+) -> PositiveSums:
+    """Sums of a map by its name in `contract.lookup`.
+
+    Args:
+        spec: of the map.
+        tensors: (N, ...) each.
+        scale: the map sees ``sqrt(scale) x``.
+        normalize: divide by the sum of the weights.
+        learn: collect the gradients of the tensors.
+        work: buffers.
+        parts: the sums are merged with weights of another kind, so that nothing may be left out of the features.
+    """
+    known = lookup(spec)
+    assert isinstance(known, PositiveSpec)
+    return PositiveSums(known.bind(tensors, scale, normalize and not parts, learn), normalize, work)

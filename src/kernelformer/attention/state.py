@@ -9,9 +9,24 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from kernelformer.attention.positive import EMPTY
+from kernelformer.contract import PositiveSpec, Spec
 from kernelformer.formatting import human_bytes
 
 MadeBy = tuple[tuple[str, object], ...]
+
+
+def state_shapes(spec: Spec, features: int, width: int) -> list[tuple[int, int]]:
+    """The last two sizes of a state's tensors: log_mass and mean, or log_scale, kv, k_sum and norm_sum."""
+    if isinstance(spec, PositiveSpec):
+        return [(features, 1), (features, width)]
+    return [(1, 1), (features, width), (features, 1), (1, 1)]
+
+
+def empty_sums(spec: Spec, lead: Sequence[int], features: int, width: int, like: Tensor) -> list[Tensor]:
+    """The tensors of the state of no keys, (*lead, ...) each."""
+    log, *sums = state_shapes(spec, features, width)
+    return [like.new_full((*lead, *log), EMPTY), *(like.new_zeros(*lead, *x) for x in sums)]
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

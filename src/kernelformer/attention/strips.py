@@ -28,10 +28,12 @@ from torch import Tensor
 
 from kernelformer.attention import positive
 from kernelformer.attention.blocks import empty_rows, gather_grads, grouped, rows_of, spans, spread, visible_pair
-from kernelformer.attention.near import NearBias, Sinks, near_blocks
-from kernelformer.attention.near_far_call import NOTHING, NearFarCall
-from kernelformer.attention.positive import EMPTY, PositiveEngine, Rescue, rescue_backward, rescued_rows, softmax_mass
+from kernelformer.attention.near_far_call import NearBias, NearFarCall, Sinks, near_blocks
+from kernelformer.attention.positive import EMPTY, PositiveSums, Rescue, rescue_backward, rescued_rows, softmax_mass
+from kernelformer.attention.state import empty_sums
 from kernelformer.contract import PositiveChunks, PositiveSpec, Workspace, compute_dtype, lookup
+
+NOTHING = -EMPTY  # log denominator of a row that sees no key: no weight is anything against it
 
 
 class FarBlock(NamedTuple):
@@ -232,7 +234,7 @@ class Group:
     def hide(self, x: Tensor) -> Tensor:
         """Zero hidden keys or values, or their gradients, in place."""
         if self.hidden is not None:
-            x.view(*self.hidden.shape[:2], -1, *x.shape[1:]).masked_fill_(self.hidden[:, :, None, :, None], 0)
+            x.unflatten(0, (*self.hidden.shape[:2], self._st.s.G)).masked_fill_(self.hidden[:, :, None, :, None], 0)
         return x
 
 
@@ -302,6 +304,7 @@ class Results(NamedTuple):
     Args:
         out: (B, H, L, E).
         total: (B, H, L), the log of what a row was divided by; `NOTHING` where it sees no key.
+        guarded: (B, H, 0) bool, which graphs of earlier versions expect.
         row_scales: nothing, or (B, H, L): 1; 0 for rows without a far key; -1 for those computed again.
         end_state: of a causal call the sums of the far keys after it, (B, G, ...) each.
         kept: (groups, B, G, ...), the sums beside the strips of each group, side after side.
@@ -309,6 +312,7 @@ class Results(NamedTuple):
 
     out: Tensor
     total: Tensor
+    guarded: Tensor
     row_scales: list[Tensor]
     end_state: list[Tensor]
     kept: list[Tensor]
@@ -318,13 +322,14 @@ class Results(NamedTuple):
         """Room for them; ``keep``: also for what the backward pass needs."""
         s, dtype, query = call.shapes, compute_dtype(call.query.dtype), call.query
         sides = 0 if not call.spec else 1 if call.is_causal else 2
-        shapes = PositiveEngine.state_shapes(call.features, s.E) if sides else []
-        states = [query.new_empty(s.B, s.G, *x, dtype=dtype) for x in shapes]
+        like = query.new_empty(0, dtype=dtype)
+        states = empty_sums(lookup(call.spec), (s.B, s.G), call.features, s.E, like) if sides else []
         size, together = s.causal(s.samples())
         total = query.new_empty(s.B, s.H, s.L, dtype=dtype)
         return Results(
             empty_rows(query, s.E),
             total,
+            torch.empty_like(total[:, :, :0], dtype=torch.bool),
             [torch.empty_like(total)] if keep and sides else [],
             states if sides == 1 else [],
             [x.new_empty(-(-s.L // (size * together)), *x.shape) for _ in range(sides) for x in states] if keep else [],
@@ -405,11 +410,11 @@ class Pass:
     def empty(self) -> list[Tensor]:
         """Sums of no keys, (N, ...)."""
         like = self.call.query.new_empty(0, dtype=self.work.dtype)
-        return PositiveEngine.empty((self.N,), self.call.features, self.s.E, like)
+        return empty_sums(lookup(self.call.spec), (self.N,), self.call.features, self.s.E, like)
 
-    def sums(self) -> PositiveEngine:
+    def sums(self) -> PositiveSums:
         """Sums over keys, and their gradients."""
-        return PositiveEngine(self.chunks(1), True, self.work, True)
+        return PositiveSums(self.chunks(1), True, self.work)
 
     def _key_logs(self, first: int, last: int, start: int) -> Tensor | None:
         """The log factors of keys, (N, 1, T), as a query ``start`` sees them; None means 0."""
@@ -501,7 +506,7 @@ class Pass:
                 rows[:, :, first : first + st.size] = blocks[at : at + st.together]
         if sinks is not None:
             rows[:, :, : st.count] = sinks[self.block].flatten(0, 1)
-        return rows.view(-1, st.width, width)
+        return rows.flatten(0, 1)
 
     def _both_windows(self, group: Group) -> tuple[Tensor, Tensor]:
         sinks = (None, None) if self.st.sinks is None else self.st.sinks[:2]
@@ -806,7 +811,7 @@ class Pass:
         In units of the sums' masses as the group before has them.
         """
         st, s, work = self.st, self.s, self.work
-        found: list[list[Tensor]] = [PositiveEngine.zero_grads(self.empty())]
+        found: list[list[Tensor]] = [PositiveSums.zero_grads(self.empty())]
         logs = None
         factor = st.far_logs[int(st.inner)].view(s.G, s.R, 1).expand(self.count, -1, -1, -1).reshape(-1, s.R, 1)
         for number, start in enumerate(st.groups()):
@@ -834,7 +839,7 @@ class Pass:
         dq5, *targets = (grouped(x, s.G) for x in (grads.query, grads.key, grads.value))
         given = {"g": grouped(grad, s.G), "o": grouped(results.out, s.G), "total": st.by_key_head(results.total)}
         right = self._right_grads(results, grad) if st.sides == 2 and s.L else []
-        left: list[Tensor] = PositiveEngine.zero_grads(self.empty()) if st.sides else []
+        left: list[Tensor] = PositiveSums.zero_grads(self.empty()) if st.sides else []
         end, end_grads = self._end_grads(results, state_grads, targets)
         for number, start in reversed(list(enumerate(st.groups()))):
             group = Group(st, block, start)
@@ -992,7 +997,7 @@ class Pass:
         if self.slope is not None:
             log = log + self.slope * (self.s.L - start)
         given = [x[self.block].flatten(0, 1) for x in state_grads]
-        grads = PositiveEngine.grads_in([log, mean], given)
+        grads = PositiveSums.grads_in([log, mean], given)
         self.add_keys_backward([log, mean], grads, (first, last, start), targets)
         return log, grads
 
@@ -1006,7 +1011,7 @@ class Pass:
         if given:
             rows = [x[self.block].flatten(0, 1) for x in given]
             share = (rows[0] - sums[0]).exp_()
-            found = PositiveEngine.grads_out(rows, [x * share for x in grads])
+            found = PositiveSums.grads_out(rows, [x * share for x in grads])
             for whole, x in zip(all_grads.states[side], found, strict=True):
                 whole[self.block] = x.view(whole[self.block].shape)
 

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from kernelformer.attention import State, read, step
 from kernelformer.attention.dispatch import attend, takes_plain
-from kernelformer.attention.families import engine_class
 from kernelformer.attention.positive import EMPTY
-from kernelformer.attention.state import MadeBy, Prepared
+from kernelformer.attention.state import MadeBy, Prepared, empty_sums
 from kernelformer.contract import autocasts, compute_dtype, no_autocast
 from kernelformer.errors import choice, flag, fraction, integer, positive_int, shape
 from kernelformer.feature_maps import FeatureMap
@@ -363,8 +362,7 @@ class KernelCore(AttentionCore):
         if call.state is not None:
             return call.state.tensors
         lead = (call.key.shape[0], self._key_heads(call.key))
-        engine = engine_class(self.feature_map.spec)
-        return tuple(engine.empty(lead, self.feature_dim, call.value.shape[-1], call.value))
+        return tuple(empty_sums(self.feature_map.spec, lead, self.feature_dim, call.value.shape[-1], call.value))
 
     def extra_repr(self) -> str:
         """The settings, for printing a model."""

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from kernelformer.attention import State
 from kernelformer.attention.dispatch import key_sums, read_sums
-from kernelformer.attention.families import engine_class
 from kernelformer.attention.linear import faded, merge_sums
-from kernelformer.attention.near import Sinks
+from kernelformer.attention.near_far_call import Sinks
 from kernelformer.attention.near_keys import Tokens
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.ranks import Ranks
 from kernelformer.attention.relative.call import Layout, RelativeCall
 from kernelformer.attention.relative.operator import relative_attention
+from kernelformer.attention.state import empty_sums
 from kernelformer.contract import compute_dtype, lookup, no_autocast
 from kernelformer.modules.bias import check_tail
 from kernelformer.modules.checks import Bias, Call
@@ -218,7 +218,7 @@ def no_sums(plan: ExchangePlan) -> KeyState:
         return KeyState([], [])
     known, like = lookup(plan.spec), plan.key.new_empty(0, dtype=compute_dtype(plan.key.dtype))
     features = known.feature_dim(plan.tensors, plan.key.shape[3])
-    state = engine_class(known).empty(tuple(plan.key.shape[:2]), features, plan.value.shape[3], like)
+    state = empty_sums(known, plan.key.shape[:2], features, plan.value.shape[3], like)
     return KeyState(state, state)
 
 
@@ -383,14 +383,14 @@ def first_sinks(candidates: Sequence[Tensor], valid: Tensor, position: Tensor) -
 
 
 def sums_of_state(state: Sequence[Tensor], positive: bool) -> list[Tensor]:
-    """The tensors of a `RelativeCall.state` or `right_state` from the state of an engine, differentiably.
+    """The tensors of a `RelativeCall.state` or `right_state` from the state of a map, differentiably.
 
         positive:  shift = log_mass^T, kv = mean, ks = 1, ns = 0
         signed:    shift = log_scale, and kv, k_sum and norm_sum as they are
 
-    Both hold sums of the same features if the engine was bound under normalization, and not to give parts of a longer
-    row (`make_engine` with ``normalize=True, parts=False``). With a slope the keys must have been taken in with their
-    log factors ``-slope (d - window)``, as `fading` does, d counted as `RelativeCall` says.
+    Both hold sums of the same features if these are the sums of whole rows (`key_sums` with ``normalize=True,
+    parts=False``). With a slope the keys must have been taken in with their
+    log factors ``-slope (d - window)``, d counted as `RelativeCall` says.
 
     A shift is a constant to autograd. Here it is made of log_mass or log_scale, whose gradient therefore goes through
     the sums, by a factor that is 1.

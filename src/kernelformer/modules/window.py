@@ -12,8 +12,7 @@ from torch import Tensor
 
 from kernelformer.attention import State
 from kernelformer.attention.dispatch import attend_near_far, is_exporting
-from kernelformer.attention.near import Sinks
-from kernelformer.attention.near_far_call import NearFarCall
+from kernelformer.attention.near_far_call import NearFarCall, Sinks
 from kernelformer.attention.near_keys import Place, Tokens, push
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.state import MadeBy

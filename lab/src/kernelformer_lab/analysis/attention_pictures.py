@@ -23,8 +23,8 @@ from kernelformer.hf.load import Source, load_source
 from kernelformer.modules.calibration import evaluating
 from kernelformer.modules.spec import AttentionSpec, parse_method
 from kernelformer.quiet import silent_libraries
-from kernelformer_lab.studies.base import drawing
-from kernelformer_lab.studies.base import table as text_table
+from kernelformer_lab.figures import drawing
+from kernelformer_lab.figures import table as text_table
 
 _CALL = ("is_causal", "key_mask", "scale", "query_mask", "bias", "max_distance", "slope", "num_prefix", "algorithm")
 

@@ -18,7 +18,7 @@ from kernelformer_lab.bench.devices import check_device
 from kernelformer_lab.bench.harness import peak_memory, run_in_process, time_bursts
 from kernelformer_lab.bench.settings import HEAPS, BenchSettings
 from kernelformer_lab.bench.timing import Figures, Step
-from kernelformer_lab.studies.base import drawing, log_axis, table
+from kernelformer_lab.figures import drawing, log_axis, table
 
 __all__ = ["HEAPS", "Row", "WorkerError", "cases", "check", "contenders", "job", "measure", "run", "run_case"]
 TINY = 128  # tokens of the call after which libraries, threads and their buffers are there

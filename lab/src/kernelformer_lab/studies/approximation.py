@@ -23,7 +23,8 @@ from kernelformer.hf.load import load_source
 from kernelformer.modules import build_attention
 from kernelformer.settings import MODEL, TEXTS, Settings, option
 from kernelformer_lab.analysis.spectra import condition_number, score_spectrum
-from kernelformer_lab.studies.base import Log, Progress, Record, Study, drawing, log_axis, table
+from kernelformer_lab.figures import drawing, log_axis, table
+from kernelformer_lab.studies.base import Log, Progress, Record, Study
 
 # Of softmax attention, as in the paper's figure; the option that counts features goes by another name in each.
 METHODS: dict[str, tuple[str, str, dict[str, Any]]] = {

@@ -35,7 +35,8 @@ from kernelformer.formatting import short_names
 from kernelformer.hf.load import Source, load_source
 from kernelformer.modules.spec import parse_method
 from kernelformer.settings import KIND, MODEL, PICKLE, SEED, TEXTS, Settings, option, parse_layers, plain
-from kernelformer_lab.studies.base import SPECS, Log, Progress, Record, Row, Study, drawing, table
+from kernelformer_lab.figures import drawing, table
+from kernelformer_lab.studies.base import SPECS, Log, Progress, Record, Row, Study
 
 
 @dataclass(frozen=True, kw_only=True)

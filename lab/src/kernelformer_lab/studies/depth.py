@@ -30,7 +30,8 @@ from kernelformer.hf.load import load_source
 from kernelformer.modules import method_options, parse_method
 from kernelformer.modules.calibration import evaluating
 from kernelformer.settings import KIND, MODEL, PICKLE, SEED, TEXTS, Settings, option, plain
-from kernelformer_lab.studies.base import SPECS, Log, Progress, Record, Row, Study, drawing, table, unique
+from kernelformer_lab.figures import drawing, table
+from kernelformer_lab.studies.base import SPECS, Log, Progress, Record, Row, Study, unique
 from kernelformer_lab.studies.conversion import inputs_for
 
 TITLES = {

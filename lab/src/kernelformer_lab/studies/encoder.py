@@ -23,19 +23,8 @@ from kernelformer_lab.bench.harness import fill_rows, model_step, over_limit, pe
 from kernelformer_lab.bench.settings import BOUNDS as BOUND_NAMES
 from kernelformer_lab.bench.settings import HEAPS, MEMORY_HEAP, PASSES
 from kernelformer_lab.bench.timing import Figures, Step, time_rounds
-from kernelformer_lab.studies.base import (
-    SPECS,
-    Log,
-    Progress,
-    Record,
-    Row,
-    Study,
-    check_named,
-    drawing,
-    table,
-    unique,
-    where,
-)
+from kernelformer_lab.figures import drawing, table
+from kernelformer_lab.studies.base import SPECS, Log, Progress, Record, Row, Study, check_named, unique, where
 
 VOCABULARY = 256
 TINY = 64  # tokens of the step after which libraries, threads and their buffers are there

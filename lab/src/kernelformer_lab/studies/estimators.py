@@ -23,7 +23,8 @@ from kernelformer.kernels import mse_positive, mse_trigonometric, orthogonal_gai
 from kernelformer.settings import SEED, Settings, option
 from kernelformer_lab.analysis.errors import ESTIMATORS, exact_attention, feature_attention, largest_kernel_error
 from kernelformer_lab.analysis.statistics import mean_and_error
-from kernelformer_lab.studies.base import Log, Progress, Record, Row, Study, drawing, table, unique, where
+from kernelformer_lab.figures import drawing, table
+from kernelformer_lab.studies.base import Log, Progress, Record, Row, Study, unique, where
 
 NUMBERS = 1 << 22  # Gaussian numbers that are drawn at once: 32 MiB
 ANGLES = 20_001  # points of the integral over a sphere

@@ -24,7 +24,8 @@ from kernelformer.page import style
 from kernelformer.settings import PICKLE, SEED, Settings, numbers, option, split_names
 from kernelformer_lab.analysis.statistics import mean_and_error
 from kernelformer_lab.bench.timing import Step, time_rounds
-from kernelformer_lab.studies.base import SPECS, Log, Progress, Record, Row, Study, drawing, table, unique, where
+from kernelformer_lab.figures import drawing, table
+from kernelformer_lab.studies.base import SPECS, Log, Progress, Record, Row, Study, unique, where
 
 SYNTHETIC = ("isotropic", "anisotropic")
 

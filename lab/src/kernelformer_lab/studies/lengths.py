@@ -28,19 +28,8 @@ from kernelformer.settings import MAX_SECONDS, MEMORY, PICKLE, Settings, option
 from kernelformer_lab.bench.harness import fill_rows, model_step, over_limit, peak_memory, run_in_process, too_large
 from kernelformer_lab.bench.settings import HEAPS, MEMORY_HEAP, PASSES
 from kernelformer_lab.bench.timing import MOST_ROUNDS, Figures, Step, time_rounds
-from kernelformer_lab.studies.base import (
-    SPECS,
-    Log,
-    Progress,
-    Record,
-    Row,
-    Study,
-    check_named,
-    drawing,
-    table,
-    unique,
-    where,
-)
+from kernelformer_lab.figures import drawing, table
+from kernelformer_lab.studies.base import SPECS, Log, Progress, Record, Row, Study, check_named, unique, where
 
 BASELINES = ("sdpa", "eager")  # implementations of the original
 TOKEN = "one token"

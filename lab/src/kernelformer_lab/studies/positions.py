@@ -21,7 +21,8 @@ from kernelformer.settings import Settings, option
 from kernelformer_lab.analysis.statistics import mean_and_error
 from kernelformer_lab.bench.attention import Case, contender
 from kernelformer_lab.bench.timing import Step, time_rounds
-from kernelformer_lab.studies.base import Log, Progress, Record, Study, drawing, log_axis, table
+from kernelformer_lab.figures import drawing, log_axis, table
+from kernelformer_lab.studies.base import Log, Progress, Record, Study
 
 NORMS = (0.5, 1.0, 2.0, 3.0, 4.0)
 FEATURES = (4, 16, 64, 256, 1024)

@@ -36,7 +36,8 @@ from kernelformer_lab.analysis.scaling import Exchange
 from kernelformer_lab.bench.harness import peak_memory, run_together
 from kernelformer_lab.bench.settings import HEAPS, MEMORY_HEAP
 from kernelformer_lab.bench.timing import Figures, Step, time_rounds
-from kernelformer_lab.studies.base import SPECS, Log, Progress, Record, Row, Study, drawing, table, where
+from kernelformer_lab.figures import drawing, table
+from kernelformer_lab.studies.base import SPECS, Log, Progress, Record, Row, Study, where
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,9 @@ from kernelformer_lab.analysis.redraws import (
 )
 from kernelformer_lab.analysis.spectra import Spectrum, spectra, squared_log_variances
 from kernelformer_lab.data.batching import Sample, spread_evenly
+from kernelformer_lab.figures import drawing, table
 from kernelformer_lab.records import MODEL, RUN, read_metrics, standing
-from kernelformer_lab.studies.base import Log, Progress, Record, Row, Study, drawing, table, unique, where
+from kernelformer_lab.studies.base import Log, Progress, Record, Row, Study, unique, where
 from kernelformer_lab.tasks import Task, make_task
 from kernelformer_lab.training.checkpoints import checkpoints_of
 from kernelformer_lab.training.config import Run

@@ -21,8 +21,9 @@ from kernelformer.quiet import silent_libraries
 from kernelformer.settings import MAX_SECONDS, MEMORY, PICKLE, Settings, option
 from kernelformer_lab.bench.harness import fill_rows, peak_memory
 from kernelformer_lab.bench.timing import Figures, Step, time_rounds
+from kernelformer_lab.figures import table
 from kernelformer_lab.studies import lengths
-from kernelformer_lab.studies.base import SPECS, Log, Progress, Record, Row, Study, check_named, table
+from kernelformer_lab.studies.base import SPECS, Log, Progress, Record, Row, Study, check_named
 from kernelformer_lab.studies.lengths import BASELINES, SPARE, TINY, TOKEN, Contender, Subject, find_row
 
 PREFILL = "prefill"

@@ -18,9 +18,10 @@ from kernelformer.formatting import short_names
 from kernelformer.modules import method_options, parse_method
 from kernelformer.settings import Settings, option
 from kernelformer_lab.comparison import Plan, check
+from kernelformer_lab.figures import drawing, table
 from kernelformer_lab.recipes.catalogue import change, find_recipe
 from kernelformer_lab.records import read_metrics
-from kernelformer_lab.studies.base import SPECS, Log, Progress, Record, Row, Study, drawing, table, unique, where
+from kernelformer_lab.studies.base import SPECS, Log, Progress, Record, Row, Study, unique, where
 from kernelformer_lab.studies.runs import train_model
 from kernelformer_lab.tasks.sparsity import CLASSES
 from kernelformer_lab.training import Run

@@ -18,8 +18,9 @@ from rich.table import Table
 
 from kernelformer.errors import number
 from kernelformer.settings import option
+from kernelformer_lab.figures import drawing, table
 from kernelformer_lab.reports.comparison import read_run
-from kernelformer_lab.studies.base import SPECS, Log, Progress, Record, Study, drawing, table
+from kernelformer_lab.studies.base import SPECS, Log, Progress, Record, Study
 from kernelformer_lab.studies.normalized import reattend
 from kernelformer_lab.studies.runs import METRIC, ByteModelSettings, bits, byte_run, train_model, trained_model
 from kernelformer_lab.tasks import make_task

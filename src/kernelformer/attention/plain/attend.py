@@ -96,13 +96,6 @@ def make_map(
     return SignedMap(spec, tensors, scale, normalize, parts, fades)
 
 
-def state_shapes(spec: Spec, features: int, width: int) -> list[tuple[int, int]]:
-    """The last two sizes of a state's tensors: log_mass and mean, or log_scale, kv, k_sum and norm_sum."""
-    if isinstance(spec, PositiveSpec):
-        return [(features, 1), (features, width)]
-    return [(1, 1), (features, width), (features, 1), (1, 1)]
-
-
 def plain_linear_attention(
     query: Tensor,
     key: Tensor,
@@ -164,7 +157,12 @@ def plain_key_sums(
     slope: Tensor | None = None,
     mirror: bool = False,
 ) -> list[Tensor]:
-    """The state of some keys; arguments and result as those of `linear.key_sums`."""
+    """The state of some keys; arguments and result as those of `linear.key_sums`.
+
+    Args:
+        slope: (G), key j of S loses ``slope (S - j)`` of its log weight; it takes no gradient.
+        mirror: it loses ``slope (j + 1)`` instead.
+    """
     phi, fade = make_map(lookup(spec), tensors, scale, normalize, parts, slope is not None), None
     if slope is not None:
         place = torch.arange(key.shape[2], device=key.device, dtype=compute_dtype(key.dtype))

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernelformer.attention.near import NearBias, Sinks, near_blocks
-from kernelformer.attention.near_far_call import NearFarCall
+from kernelformer.attention.near_far_call import NearBias, NearFarCall, Sinks, near_blocks
 from kernelformer.attention.plain.layout import by_distance, in_chunks, with_ones
 from kernelformer.attention.positive import EMPTY
 from kernelformer.contract import compute_dtype

@@ -22,8 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernelformer.attention.near import NearBias
-from kernelformer.attention.near_far_call import NearFarCall
+from kernelformer.attention.near_far_call import NearBias, NearFarCall
 from kernelformer.attention.plain.attend import Kept, Mapped, PlainMap, by_head, join_segments, make_map
 from kernelformer.attention.plain.layout import (
     RowSums,

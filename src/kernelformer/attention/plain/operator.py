@@ -17,10 +17,10 @@ from kernelformer.attention.plain.attend import (
     plain_key_sums,
     plain_linear_attention,
     plain_read_sums,
-    state_shapes,
 )
 from kernelformer.attention.plain.layout import autograd_inside
 from kernelformer.attention.plain.near_far import plain_near_far_attention
+from kernelformer.attention.state import state_shapes
 from kernelformer.contract import compute_dtype, lookup
 
 END = "\x1f"  # between the arguments of a form
@@ -36,6 +36,8 @@ def run_plain(function: str, **arguments: Any) -> list[Tensor]:
     if torch.compiler.is_compiling():
         results: list[Tensor] = _forward(*_packed(function, arguments))
         return results
+    if arguments["query" if "query" in arguments else "key"].is_meta:  # shapes alone, of a map that may lie elsewhere
+        arguments["tensors"] = [x.to("meta") for x in arguments["tensors"]]
     return FUNCTIONS[function](**arguments)
 
 
@@ -120,7 +122,8 @@ def _unpacked(tensors: Sequence[Tensor], form: str, sizes: Sequence[int]) -> tup
 )
 def _forward(tensors: list[Tensor], form: str, sizes: list[int]) -> list[Tensor]:
     function, arguments = _unpacked(tensors, form, sizes)
-    return [x.clone() for x in FUNCTIONS[function](**arguments)]  # what is returned is no input
+    # What is returned is no input, and lies in memory as the graph expects it.
+    return [x.clone(memory_format=torch.contiguous_format) for x in FUNCTIONS[function](**arguments)]
 
 
 @_forward.register_fake
@@ -159,7 +162,9 @@ def _backward(grads: list[Tensor], tensors: list[Tensor], form: str, sizes: list
         pairs = [(x, g) for x, g in zip(outs, grads, strict=True) if x.requires_grad]
         leaves = [x for x in own if x.is_floating_point()]
         found = torch.autograd.grad([x for x, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True)
-    return [torch.zeros_like(x) if g is None else g.clone() for x, g in zip(leaves, found, strict=True)]
+    return [
+        torch.zeros_like(x) if g is None else torch.empty_like(x).copy_(g) for x, g in zip(leaves, found, strict=True)
+    ]
 
 
 @_backward.register_fake

@@ -240,8 +240,7 @@ class SignedMap:
             return num * part.log.exp().unsqueeze(3)
         den = part.sums[..., -1:]
         den = den if part.guard is None else torch.maximum(den, GUARD * part.guard)
-        some = den > torch.finfo(den.dtype).tiny
-        return (num / torch.where(some, den, 1.0)).masked_fill(~some, 0)
+        return num / torch.where(den > torch.finfo(den.dtype).tiny, den, torch.inf)
 
 
 def _tops(factor: Tensor, first: Tensor, past: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
