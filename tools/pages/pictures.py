@@ -260,6 +260,45 @@ def algorithm(records: Records, path: Path) -> None:
         right.text(8.2, 1.2, "one pass over\nkeys and values", ha="center", va="center", fontsize=9)
 
 
+# Where a call goes: an implementation, the calls that it serves, and its colour.
+IMPLEMENTATIONS = (
+    ("operators", "positive maps on a CPU: all keys, causal,\nnear and far, bias within a distance", LINEAR),
+    (
+        "plain",
+        "operations of torch: accelerators, export, signed\nmaps, gates, slopes, grids, torch.func",
+        THIRD,
+    ),
+    ("short", "few tokens: the matrix of weights", EXACT),
+    ("fft", "a bias over many distances: Fourier transforms", EXACT),
+    ("step", "one token from a state: every method", THIRD),
+)
+
+
+def implementations(records: Records, path: Path) -> None:
+    """Draw who calls whom, from a layer to the implementations of attention."""
+    about = (
+        "Layer and core check a call, ranks and packed rows split it, dispatch chooses, a step is called by itself: "
+        + "; ".join(f"{name}: {serves}".replace("\n", " ") for name, serves, _ in IMPLEMENTATIONS)
+    )
+    with figure(path, about, (11, 4.6)) as drawn:
+        axis = drawn.subplots()
+        bare(axis, 25.2, 10.4, "")
+        box(axis, (0.1, 6.9), (5.0, 2.2), "layer\nprojections", INK)
+        box(axis, (0.1, 3.9), (5.0, 2.2), "core\nchecks, map", INK)
+        box(axis, (0.1, 0.9), (5.0, 2.2), "ranks, packed rows\nsplit and join calls", INK)
+        box(axis, (7.2, 3.9), (4.6, 2.2), "dispatch\nchooses", INK)
+        arrow = {"arrowstyle": "-|>", "color": INK, "linewidth": 1.4}
+        for start, end in (((2.5, 6.9), (2.5, 6.1)), ((5.0, 5.0), (7.2, 5.0))):
+            axis.annotate("", end, start, arrowprops=arrow)
+        axis.annotate("", (2.5, 3.1), (2.5, 3.9), arrowprops=arrow | {"arrowstyle": "<|-|>"})
+        for number, (name, serves, colour) in enumerate(IMPLEMENTATIONS):
+            low = 8.5 - 2.05 * number
+            caller = (5.0, 4.2) if name == "step" else (11.8, 5.0)
+            axis.annotate("", (13.6, low + 0.8), caller, arrowprops=arrow)
+            box(axis, (13.6, low), (3.0, 1.6), name, colour)
+            axis.text(16.9, low + 0.8, serves, va="center", fontsize=10)
+
+
 LENGTHS = (256, 1024, 4096, 16384)
 
 
@@ -337,6 +376,7 @@ PICTURES: dict[str, Callable[[Records, Path], None]] = {
     "kernel": kernel,
     "feature-map": feature_map,
     "algorithm": algorithm,
+    "implementations": implementations,
     "state": state,
     "near-far": near_far,
 }
