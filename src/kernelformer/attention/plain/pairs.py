@@ -171,15 +171,14 @@ class Rows:
             weights = weights * factors if torch.is_grad_enabled() else weights.mul_(factors)
             scale = (scale.unflatten(0, (-1, self.heads)) + self.bias.peak.unsqueeze(0)).flatten(0, 1)
             return RowSums(scale, torch.bmm(weights.flatten(0, 1), value).unsqueeze(2))
-        features = queries.phi.shape[3]
         logs = keys.factor.mT.unflatten(0, (-1, self.heads)) + factors
         scale = logs.detach().amax(3, keepdim=True).clamp_min(EMPTY)
         shares, scale = logs.sub_(scale).exp_().flatten(0, 1), scale.flatten(0, 1)
-        weights = torch.bmm(queries.phi.squeeze(2), keys.phi[..., :features].mT)
+        weights = torch.bmm(queries.phi.squeeze(2), keys.phi.mT)
         weights = weights * shares if torch.is_grad_enabled() else weights.mul_(shares)
         guard = None
-        if self.phi.guard:
-            guard = self.phi.lengths(queries.phi) * torch.bmm(shares, keys.phi[..., features:]).unsqueeze(2)
+        if keys.length is not None:
+            guard = self.phi.lengths(queries.phi) * torch.bmm(shares, keys.length).unsqueeze(2)
         return RowSums(scale, torch.bmm(weights, keys.value).unsqueeze(2), guard)
 
     def far(self, queries: Any, kept: Kept, first: int, step: int, tail: Tensor) -> RowSums:

@@ -9,7 +9,8 @@ fit into one triangle. There is nothing to cut into quarters.
 A decay per token is a factor, too: relative to the start of its chunk a key has ``r_j - G_j``, where G sums up the log
 decays so far. Sums of whole chunks are counted from the start of the segment, in float64 where the device has it.
 
-The guard's sum of lengths rides on the others as one more feature, which meets the column of ones alone.
+The guard's sum of lengths is kept as one more row of the sums, of which the column of ones alone counts. Factors of
+keys are multiplied with their values, which are fewer numbers than their features.
 """
 
 from __future__ import annotations
@@ -36,11 +37,25 @@ class SignedQueries(NamedTuple):
 
 
 class SignedKeys(NamedTuple):
-    """Mapped keys: phi (N, S, M), with a guard their lengths as feature M + 1; log factors (N, S, 1); values and 1."""
+    """Mapped keys.
+
+    Args:
+        phi: (N, S, M).
+        factor: log factors (N, S, 1), or None.
+        value: (N, S, E + 1), values and 1.
+        length: ``|phi|`` (N, S, 1) where there is a guard, else None.
+    """
 
     phi: Tensor
     factor: Tensor | None
     value: Tensor
+    length: Tensor | None
+
+    def sums(self, size: Tensor | None) -> Tensor:
+        """``sum_j size_j phi_j [v_j, 1]``, (N, M, E + 1), and with a guard one row more, the same of the lengths."""
+        value = self.value if size is None else self.value * size
+        sums = self.phi.mT @ value
+        return sums if self.length is None else torch.cat([sums, self.length.mT @ value], -2)
 
 
 class SignedSums(NamedTuple):
@@ -101,12 +116,13 @@ class SignedMap:
         if hidden is not None:  # it may hold anything, NaN too
             x, value = x.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
         phi, factor = self.spec.features(x, self.tensors, self.scale, "key", self.cancels)
-        if self.guard:
-            phi = torch.cat([phi, self.lengths(phi)], -1)
-        if hidden is not None:
-            phi = phi.masked_fill(hidden, 0)
+        length = self.lengths(phi) if self.guard else None
+        value = with_ones(value)
+        if hidden is not None:  # without a factor nothing but the value makes a key count
+            value = value.masked_fill(hidden, 0)
             factor = None if factor is None else factor.masked_fill(hidden, -torch.inf)
-        return SignedKeys(phi.flatten(0, 1), None if factor is None else factor.flatten(0, 1), self._values(value))
+        rows = (None if x is None else x.flatten(0, 1) for x in (phi, factor, value, length))
+        return SignedKeys(*rows)  # type: ignore[arg-type]
 
     @staticmethod
     def padded(keys: SignedKeys, before: int, after: int) -> SignedKeys:
@@ -115,11 +131,8 @@ class SignedMap:
             return keys
         ends = (0, 0, before, after)
         factor = None if keys.factor is None else F.pad(keys.factor, ends, value=-torch.inf)
-        return SignedKeys(F.pad(keys.phi, ends), factor, F.pad(keys.value, ends))
-
-    @staticmethod
-    def _values(value: Tensor) -> Tensor:
-        return with_ones(value).flatten(0, 1)
+        length = None if keys.length is None else F.pad(keys.length, ends)
+        return SignedKeys(F.pad(keys.phi, ends), factor, F.pad(keys.value, ends), length)
 
     def load(self, state: Sequence[Tensor]) -> SignedSums:
         """From log_scale (B, G, 1, 1), kv (B, G, M, E), k_sum (B, G, M, 1) and norm_sum (B, G, 1, 1)."""
@@ -143,11 +156,11 @@ class SignedMap:
 
     def absorb(self, keys: SignedKeys, before: SignedSums | None) -> SignedSums:
         """Sums of all keys, and of those before them."""
-        top, phi = self._empty_top(keys.phi) if before is None else before.top, keys.phi
-        if keys.factor is not None and phi.shape[1]:
+        top, size = self._empty_top(keys.phi) if before is None else before.top, None
+        if keys.factor is not None and keys.phi.shape[1]:
             top = torch.maximum(top, keys.factor.detach().amax(1))
-            phi = phi * (keys.factor - top.unsqueeze(1)).exp_()
-        sums = phi.mT @ keys.value
+            size = (keys.factor - top.unsqueeze(1)).exp_()
+        sums = keys.sums(size)
         if before is not None:
             sums = sums + before.sums * (before.top - top).exp().unsqueeze(2)
         return SignedSums(top, sums)
@@ -195,13 +208,15 @@ class SignedMap:
         """
         (rows, length, repeats, features), width = queries.phi.shape, keys.value.shape[2]
         phi_q, phi_k, value = (in_chunks(x, size) for x in (queries.phi, keys.phi, keys.value))
+        chunked = SignedKeys(phi_k, None, value, None if keys.length is None else in_chunks(keys.length, size))
         first_top = self._empty_top(keys.phi) if before is None else before.top
         chunks, later = phi_k.shape[1], later_than(max(GROUP + 1, size), phi_k)
         if keys.factor is None and decay is None:
             visible, share = (later[:size, :size] == 0).to(phi_k.dtype), None
             own, last = first_top.view(-1, 1, 1), first_top
-            first = phi_k.new_zeros(rows, 1, phi_k.shape[3], width) if before is None else before.sums.unsqueeze(1)
-            sums = torch.cat([first, phi_k.mT @ value], 1).cumsum(1)
+            own_sums = chunked.sums(None)
+            first = torch.zeros_like(own_sums[:, :1]) if before is None else before.sums.unsqueeze(1)
+            sums = torch.cat([first, own_sums], 1).cumsum(1)
             states, after = sums[:, :-1], sums[:, -1]
         else:
             factor = keys.phi.new_zeros(rows, length, 1) if keys.factor is None else keys.factor
@@ -213,8 +228,7 @@ class SignedMap:
             share, last = (edges[:, :-1].unsqueeze(2) - top).exp(), edges[:, -1]
             visible = (factor.mT - top).sub_(later[:size, :size]).exp()
             ends = edges[:, 1:] if past is None else edges[:, 1:] - past[:, :, -1]
-            scaled = phi_k * (factor - ends.unsqueeze(2)).exp()
-            sums = scaled.mT @ value
+            sums = chunked.sums((factor - ends.unsqueeze(2)).exp())
             if before is not None:  # one more chunk, before the first
                 sums = torch.cat([before.sums.unsqueeze(1), sums], 1)
                 starts = torch.cat([starts[:, :1], starts], 1)
@@ -223,13 +237,13 @@ class SignedMap:
             own = (top if past is None else top + past).flatten(1, 2)[:, :length]  # (N, L, 1)
         flat = phi_q.flatten(2, 3)
         past = flat @ states[:, :, :features]
-        scores = (flat @ phi_k[..., :features].mT).unflatten(2, (size, repeats)) * visible.unsqueeze(-2)
+        scores = (flat @ phi_k.mT).unflatten(2, (size, repeats)) * visible.unsqueeze(-2)
         past = past if share is None else _per_row(past, share, repeats)
         out = (past + scores.flatten(2, 3) @ value).view(rows, chunks * size, repeats, width)[:, :length]
         guard = None
-        if self.guard:
+        if chunked.length is not None:
             lengths = states[:, :, features:, -1:]
-            lengths = (lengths if share is None else lengths * share) + visible @ phi_k[..., features:]
+            lengths = (lengths if share is None else lengths * share) + visible @ (chunked.length * value[..., -1:])
             guard = (self.lengths(phi_q) * lengths.unsqueeze(3)).flatten(1, 2)[:, :length]
         return RowSums(self._log(queries, own), out, guard), SignedSums(last, after)
 
