@@ -324,9 +324,8 @@ class LocalCore(AttentionCore):
 
     def _attend(self, call: Call) -> tuple[Tensor, State | None]:
         with no_autocast(call.query.device.type):
-            near = self.near
-            plain = takes_plain(call.algorithm, (call.query, call.key, call.value), near.not_plain)
-            out, after = near.attend(call, None, plain=plain)
+            plain = takes_plain(call.algorithm, (call.query, call.key, call.value))
+            out, after = self.near.attend(call, None, plain=plain)
         return out, self._state(after, call) if call.streams and after is not None else None
 
     def _step(self, call: Call) -> tuple[Tensor, State]:
