@@ -31,6 +31,7 @@ from kernelformer.attention.blocks import (
 from kernelformer.attention.engine import Chunks
 from kernelformer.attention.families import engine_class, make_engine
 from kernelformer.attention.operator import Operator
+from kernelformer.attention.plain.attend import plain_causal_attention
 from kernelformer.contract import Workspace, compute_dtype, lookup, no_tangents
 
 INPUTS = (
@@ -149,6 +150,7 @@ OPERATOR = Operator(
     backward=_backward,
     learned="query, key, value, tensors, state",
     given="out, end_state",
+    plain=lambda keep, **inputs: plain_causal_attention(**inputs),
 )
 
 

@@ -32,6 +32,7 @@ from kernelformer.attention.engine import Engine
 from kernelformer.attention.fading import fading
 from kernelformer.attention.families import engine_class, make_engine
 from kernelformer.attention.operator import Operator
+from kernelformer.attention.plain.attend import plain_key_sums, plain_read_sums
 from kernelformer.attention.positive import EMPTY
 from kernelformer.contract import Workspace, compute_dtype, lookup, no_tangents
 
@@ -223,6 +224,7 @@ SUMS = Operator(
     fake=lambda *arguments: _Keys(arguments).room(),
     backward=_sums_backward,
     learned="key, value, tensors",
+    plain=plain_key_sums,
 )
 
 
@@ -289,6 +291,7 @@ READ = Operator(
     fake=_fake_read,
     backward=_read_backward,
     learned="query, tensors, state",
+    plain=plain_read_sums,
 )
 
 

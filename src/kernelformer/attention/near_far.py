@@ -34,6 +34,7 @@ from kernelformer.attention.near_far_call import (
     merge,
 )
 from kernelformer.attention.operator import Operator
+from kernelformer.attention.plain.near_far import plain_outputs
 from kernelformer.contract import SignedSpec, compute_dtype, lookup, no_tangents
 
 RESULTS = "Tensor out, Tensor total, Tensor guarded, Tensor[] row_scales, Tensor[] end_state, Tensor[] kept"
@@ -317,6 +318,7 @@ OPERATOR = Operator(
     learned="query, key, value, sinks, bias, tensors, beta, state, right_state",
     given="out, end_state",
     fake_backward=_fake_backward,
+    plain=plain_outputs,
 )
 
 
