@@ -551,6 +551,15 @@ def test_it_is_chosen_on_accelerators_and_waits_for_the_device_only_where_pairs_
         close(core(q, k, v, **how), core(q, k, v, **how, algorithm="chunked"))
 
 
+def test_an_algorithm_named_for_a_bias_is_taken_on_accelerators_too(accelerator, monkeypatch):
+    taken, original = [], dispatch.fft_attention
+    monkeypatch.setattr(dispatch, "fft_attention", lambda call: taken.append(call) or original(call))
+    q, k, v = inputs(9, dtype=torch.float32)
+    core = kf.build_attention("favor+", head_dim=8, num_heads=4, num_features=8)
+    core(q, k, v, bias=torch.zeros(4, 17), algorithm="fft")
+    assert taken
+
+
 def test_layers_and_attention_strings_take_the_name():
     x = torch.randn(2, 20, 32, generator=torch.Generator().manual_seed(0))
     layers = [

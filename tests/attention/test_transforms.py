@@ -267,6 +267,17 @@ def test_gradients_with_a_graph_of_calls_without_tokens_are_empty():
     assert all(not x.numel() for x in torch.autograd.grad(core(*leaves).sum(), leaves, create_graph=True))
 
 
+def test_the_gradients_of_dropped_weights_are_the_same_with_a_graph_and_have_none_themselves():
+    core = kf.build_attention("local", head_dim=4, num_heads=H, window=3, attention_dropout=0.5).double().train()
+    leaves = inputs(7, D=4, grad=True)
+    out = core(*leaves).sin().sum()
+    first, second = (torch.autograd.grad(out, leaves, retain_graph=True, create_graph=x) for x in (False, True))
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+        second[0].sum().backward()
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_vmap_and_reverse_mode_of_torch_func_are_right_or_refused(method):
     core = build(method)
