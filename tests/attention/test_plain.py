@@ -12,11 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernelformer as kf
 from definition import FORGETS, VARIANTS, WHOLE, attend, build, close, inputs, padding
-from kernelformer.attention import reference
+from kernelformer.attention import dispatch, reference
 from kernelformer.attention.plain import biased, layout, positive
 from kernelformer.attention.plain import positive as scan
 from kernelformer.modules import bias as bias_checks
-from kernelformer.modules import bias as biased_core
 from kernelformer.modules import window as near_stream
 from kernelformer.modules.reference import reference_attention
 from kernelformer.modules.spec import parse_attention
@@ -155,18 +154,23 @@ def test_a_slope_beyond_near_keys_equals_the_chunks(is_causal, small):
         same_with_gradients(out, want, [*qkv, *core.parameters()])
 
 
-@pytest.mark.parametrize("variant", ["favor+ per head", "favor+ near"])
-@pytest.mark.parametrize("has_slope", [False, True], ids=["level", "slope"])
-def test_a_stream_with_a_bias_equals_the_chunks(variant, has_slope, small, monkeypatch):
+@pytest.mark.parametrize("variant", ["favor+ per head", "favor+ near", "trigonometric"])
+@pytest.mark.parametrize("kind", ["level", "slope", "wide", "of any reach"])
+def test_a_stream_with_a_bias_equals_the_chunks(variant, kind, small, monkeypatch):
     monkeypatch.setattr(biased, "CHUNK", 16)
+    if variant == "favor+ near" and kind == "of any reach":
+        pytest.skip("near keys need a bias that is constant beyond a distance")
     core, qkv, window = build(variant), inputs(91, grad=True), 5 if variant == "favor+ near" else 20
     table, _, slope = falling(91, 91, window)
-    if not has_slope:
+    if kind != "slope":
         table, slope = table.gather(1, torch.arange(181).clamp(90 - window, 90 + window).expand(4, -1)), None
+    if kind == "wide":
+        table = 40 * table
+    reach = None if kind == "of any reach" else window
 
     def part(a, b, algorithm, state=None):
         """Tokens a to b, whose bias is over distances from 1 - b on."""
-        how = {"is_causal": True, "return_state": True, "max_distance": window, "slope": slope}
+        how = {"is_causal": True, "return_state": True, "max_distance": reach, "slope": slope}
         given = [x[:, :, a:b] for x in qkv]
         return core(*given, **how, bias=table[:, 91 - b : 90 + b - a], algorithm=algorithm, state=state)
 
@@ -176,7 +180,8 @@ def test_a_stream_with_a_bias_equals_the_chunks(variant, has_slope, small, monke
     third, state = part(51, 91, "plain", state)
     got = torch.cat([first, second, third], 2)
     close(got, whole)
-    kept = [x.tensors[1] if variant == "favor+ near" else x.tensors[0].exp().mT * x.tensors[1] for x in (state, end)]
+    has_shift = variant != "favor+ near" and reach is not None
+    kept = [x.tensors[0].exp().mT * x.tensors[1] if has_shift else x.tensors[1] for x in (state, end)]
     close(*kept)
     sums = [x.square().sum() + y.square().sum() for x, y in zip((got, whole), kept, strict=True)]
     for a, b in zip(*(torch.autograd.grad(x, qkv) for x in sums), strict=True):
@@ -393,7 +398,7 @@ class NoWaiting(TorchDispatchMode):
 def accelerator(monkeypatch):
     """Let the code take the CPU for a device that it must not wait for."""
     monkeypatch.setattr(layout, "ACCELERATORS", ("cpu",))
-    for module in (near_stream, bias_checks, biased_core):
+    for module in (near_stream, bias_checks, biased, dispatch):
         monkeypatch.setattr(module, "readable_without_sync", lambda x: False)
 
 
@@ -522,7 +527,6 @@ def test_memory_is_that_of_the_formula(task, backward):
 
 def test_an_algorithm_that_a_call_cannot_have_is_named():
     q, k, v = inputs(9, dtype=torch.float32)
-    table = torch.zeros(4, 17)
 
     def core(method="favor+", **options):
         return kf.build_attention(method, head_dim=8, num_heads=4, num_features=8, **options)
@@ -532,25 +536,12 @@ def test_an_algorithm_that_a_call_cannot_have_is_named():
         (core(), {"algorithm": "fft"}, "only mean something with a bias"),
         (core("softmax"), {}, "methods with a feature map, got algorithm='plain' for 'softmax'"),
         (core("linformer", max_length=9), {}, "for 'linformer'"),
-        (core(window=4, attention_dropout=0.5), {}, "attention_dropout=0.5"),
-        (core("trigonometric"), {"bias": table}, "a bias beside a signed map"),
-        (core(), {"bias": table + torch.arange(17)}, "no max_distance is known"),
-        (core(), {"bias": table, "max_distance": 3, "slope": torch.zeros(4)}, "a slope without causality"),
-        (core(), {"bias": table, "is_causal": True, "return_state": True}, "no max_distance is known"),
-        (core(), {"bias": torch.zeros(4, 5, 5)}, "a bias on a grid"),
-        (
-            core(),
-            {"bias": torch.cat([table[:, :8], table[:, :9] - 70], 1), "max_distance": 3},
-            "differ by more than 60",
-        ),
     ):
         with pytest.raises(ValueError, match=message):
             made(q, k, v, **{"algorithm": "plain", **how})
-        if "algorithm" not in how and made.takes_loops:
-            made(q, k, v, **{"algorithm": "chunked", **how})
 
 
-def test_it_is_chosen_on_accelerators_where_it_covers_the_call(accelerator):
+def test_it_is_chosen_on_accelerators_and_waits_for_the_device_only_where_pairs_are_needed(accelerator):
     q, k, v = inputs(9, dtype=torch.float32)
     bias = {"bias": torch.zeros(4, 17), "max_distance": 3}
     for method, how, parallel in (("favor+", {}, True), ("favor+", {**bias, "slope": torch.zeros(4)}, False)):
@@ -558,6 +549,15 @@ def test_it_is_chosen_on_accelerators_where_it_covers_the_call(accelerator):
         with NoWaiting() if parallel else pytest.raises(AssertionError, match="waits for the device"), NoWaiting():
             core(q, k, v, **how)
         close(core(q, k, v, **how), core(q, k, v, **how, algorithm="chunked"))
+
+
+def test_an_algorithm_named_for_a_bias_is_taken_on_accelerators_too(accelerator, monkeypatch):
+    taken, original = [], dispatch.fft_attention
+    monkeypatch.setattr(dispatch, "fft_attention", lambda call: taken.append(call) or original(call))
+    q, k, v = inputs(9, dtype=torch.float32)
+    core = kf.build_attention("favor+", head_dim=8, num_heads=4, num_features=8)
+    core(q, k, v, bias=torch.zeros(4, 17), algorithm="fft")
+    assert taken
 
 
 def test_layers_and_attention_strings_take_the_name():

@@ -19,7 +19,7 @@ from kernelformer.attention.relative.fft import is_safe
 MAPS = ["favor+", "nprf", "hyperbolic", "regularized", "trigonometric", "trigonometric gaussian", "relu", "tanh", "elu",
         "gmm-rks", "gmm-prf", "fastfood-prf by rows", "generative-prf", "loglinear", "rfa"]  # fmt: skip
 FEW = ["favor+", "trigonometric", "relu", "gmm-rks"]
-ALGORITHMS = ("direct", "fft", "windowed")
+ALGORITHMS = ("direct", "fft", "windowed", "plain")
 H = 4
 
 
@@ -103,12 +103,12 @@ def test_landmarks_of_the_softmax_kernel_carry_a_bias(variant, algorithm):
 @pytest.mark.parametrize(("L", "S"), [(1, 1), (2, 2), (16, 16), (17, 15), (33, 50), (50, 33), (64, 64)])
 @pytest.mark.parametrize("variant", FEW)
 def test_lengths_around_the_seams(variant, L, S, algorithm, causal):
-    for window in (0, 5, 16, 40) if algorithm == "windowed" else (None,):
+    for window in (0, 5, 16, 40) if algorithm in ("windowed", "plain") else (None,):
         agrees(variant, L, S, algorithm=algorithm, causal=causal, window=window, tolerance=1e-8)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
-@pytest.mark.parametrize("algorithm", ["direct", "fft"])
+@pytest.mark.parametrize("algorithm", ["direct", "fft", "plain"])
 @pytest.mark.parametrize(("rows", "cols", "prefix"), [(3, 5, 0), (4, 6, 2), (7, 3, 1), (1, 9, 0), (2, 20, 1)])
 @pytest.mark.parametrize("variant", [*FEW, "softmax"])
 def test_grids(variant, rows, cols, prefix, algorithm, causal):
@@ -185,8 +185,8 @@ def test_a_bias_that_falls_for_ever(variant, causal):
     slope = torch.tensor([1.0, 0.3, 0.05, 0.0], dtype=torch.float64)
     bias = -slope[:, None] * torch.arange(-(L - 1), L).abs()
     want = attend(variant, core, *leaves, is_causal=causal, bias=matrix(bias, L, L))
-    for window in (0, 7, 20):
-        out = core(*leaves, is_causal=causal, bias=bias, max_distance=window, slope=slope)
+    for window, algorithm in itertools.product((0, 7, 20), (None, "plain")):
+        out = core(*leaves, is_causal=causal, bias=bias, max_distance=window, slope=slope, algorithm=algorithm)
         close(out, want, 1e-8)
         for x, y in zip(*(torch.autograd.grad(z.square().sum(), leaves, retain_graph=True) for z in (out, want)),
                         strict=True):  # fmt: skip
@@ -599,7 +599,11 @@ def test_a_compiled_prefill_hands_its_state_on():
         close(torch.compile(split, fullgraph=True, backend="aot_eager")(x), layer(x))
 
 
-@pytest.mark.parametrize("how", [{"algorithm": "direct"}, {"max_distance": 20}], ids=["direct", "windowed"])
+@pytest.mark.parametrize(
+    "how",
+    [{"algorithm": "direct"}, {"max_distance": 20}, {"max_distance": 20, "algorithm": "plain"}],
+    ids=["direct", "windowed", "plain"],
+)
 def test_a_row_whose_only_keys_have_factors_below_float_range_is_no_empty_row(how):
     core = kf.build_attention("nprf", head_dim=4, num_heads=H, num_features=8)
     q, k, v = inputs(60, D=4, dtype=torch.float32)

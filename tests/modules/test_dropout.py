@@ -9,7 +9,15 @@ import kernelformer as kf
 from definition import inputs
 from kernelformer.modules.spec import parse_attention
 
-EXACT = [("softmax", {}), ("gaussian", {}), ("gaussian", {"normalize": True})]
+NEAR = {"window": 3, "sinks": 1}
+# A method, its options, and the algorithm of its calls.
+EXACT = [
+    ("softmax", {}, None),
+    ("gaussian", {}, None),
+    ("gaussian", {"normalize": True}, None),
+    ("local", NEAR, None),
+    ("local", NEAR, "plain"),
+]
 CASES = [{}, {"is_causal": True}, {"key_mask": True}, {"is_causal": True, "key_mask": True}]
 
 
@@ -24,11 +32,11 @@ def given(case):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize(("method", "options"), EXACT)
-def test_dropped_weights_are_zero_and_the_others_larger_by_what_is_left(method, options, groups, case):
+@pytest.mark.parametrize(("method", "options", "algorithm"), EXACT)
+def test_dropped_weights_are_zero_and_the_others_larger_by_what_is_left(method, options, algorithm, groups, case):
     q, k, _ = inputs(7, **SHAPE | {"G": groups})
     core = kf.build_attention(method, head_dim=4, num_heads=2, attention_dropout=0.25, **options)
-    call = given(case)
+    call = {**given(case), "algorithm": algorithm}
     whole = core.eval().attention_matrix(q, k, **call)
     plain = kf.build_attention(method, head_dim=4, num_heads=2, **options)
     torch.testing.assert_close(whole, plain.attention_matrix(q, k, **call), rtol=0, atol=0)
@@ -51,12 +59,12 @@ def test_the_weights_of_a_relative_bias_are_dropped_too():
 
 def test_gradients_flow_through_the_weights_that_are_left():
     q, k, v = (x[:1].requires_grad_() for x in inputs(5, **SHAPE))
-    for method, options in EXACT:
+    for method, options, algorithm in EXACT:
         core = kf.build_attention(method, head_dim=4, num_heads=2, attention_dropout=0.3, **options)
 
-        def attend(*x, core=core):
+        def attend(*x, core=core, algorithm=algorithm):
             torch.manual_seed(3)
-            return core(*x, is_causal=True)
+            return core(*x, is_causal=True, algorithm=algorithm)
 
         assert torch.autograd.gradcheck(attend, (q, k, v))
 

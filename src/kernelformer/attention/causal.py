@@ -29,6 +29,7 @@ from kernelformer.attention.blocks import (
     visible_pair,
 )
 from kernelformer.attention.operator import Operator
+from kernelformer.attention.plain.attend import plain_causal_attention
 from kernelformer.attention.positive import CausalChunks, bind_sums
 from kernelformer.attention.state import empty_sums
 from kernelformer.contract import Workspace, compute_dtype, lookup, no_tangents
@@ -147,6 +148,7 @@ OPERATOR = Operator(
     backward=_backward,
     learned="query, key, value, tensors, state",
     given="out, end_state",
+    plain=lambda keep, **inputs: plain_causal_attention(**inputs),
 )
 
 

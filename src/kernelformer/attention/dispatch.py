@@ -3,7 +3,7 @@
 | a call | runs through |
 | --- | --- |
 | in an export, whatever else | `decomposed`: operations that every graph has |
-| on an accelerator, or by name | `plain`: operations of torch, few launches |
+| on an accelerator, or by name | `plain`: operations of torch, with few launches, or pair by pair under a bias |
 | short, normalized, of a positive map | `short`: the matrix of weights |
 | bidirectional, causal | `linear`, `causal` |
 | near tokens exactly | `near_far` |
@@ -15,7 +15,7 @@ constant beyond a distance, or too rough for transforms, and only where looking 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,9 +28,11 @@ from kernelformer.attention.causal import causal_attention
 from kernelformer.attention.near_far import near_far_attention
 from kernelformer.attention.near_far_call import NAMES, NearFarCall
 from kernelformer.attention.plain.attend import plain_causal_attention, plain_linear_attention
-from kernelformer.attention.plain.layout import is_accelerator, transforms_active
+from kernelformer.attention.plain.biased import covers, plain_biased_attention
+from kernelformer.attention.plain.layout import is_accelerator, readable_without_sync, transforms_active
 from kernelformer.attention.plain.near_far import plain_near_far_attention
 from kernelformer.attention.plain.operator import run_plain
+from kernelformer.attention.plain.pairs import pairs_attention
 from kernelformer.attention.relative.call import Layout, RelativeCall, constant_beyond
 from kernelformer.attention.relative.fft import fft_attention, is_safe
 from kernelformer.attention.relative.operator import relative_attention
@@ -69,10 +71,8 @@ def check_algorithm(algorithm: str | None, method: str, takes_loops: bool) -> st
     return algorithm if algorithm in LOOPS else None
 
 
-def takes_plain(
-    asked: str | None, inputs: tuple[Tensor, Tensor, Tensor], find_problem: Callable[[], str | None]
-) -> bool:
-    """Use `plain`: where it is asked for by name, and on an accelerator where it covers the call.
+def takes_plain(asked: str | None, inputs: tuple[Tensor, Tensor, Tensor]) -> bool:
+    """Use `plain`: where it is asked for by name, and on an accelerator where no other algorithm is.
 
     Never in an export, where `decomposed` stands for all algorithms, nor where there is nothing to compute: the loop
     over no chunks does that.
@@ -80,18 +80,9 @@ def takes_plain(
     Args:
         asked: the algorithm of the call, or None.
         inputs: queries, keys and values.
-        find_problem: returns what it does not cover, or None; called only where the answer counts.
-
-    Raises:
-        ValueError: asked for by name where it cannot.
     """
-    on_accelerator = is_accelerator(inputs[0].device)
-    if asked == "chunked" or (asked is None and not on_accelerator) or is_exporting():
-        return False
-    problem = find_problem()
-    if asked == "plain" and problem is not None:
-        raise ValueError(f"algorithm='plain' is not there for {problem}; leave it out, or take 'chunked'.")
-    return problem is None and all(x.numel() > 0 for x in inputs)
+    by_device = asked is None and is_accelerator(inputs[0].device)
+    return (asked == "plain" or by_device) and not is_exporting() and all(x.numel() > 0 for x in inputs)
 
 
 def attend(
@@ -135,7 +126,7 @@ def attend(
         if not is_causal:
             return decomposed.linear(query, key, value, **common, normalize=normalize), None
         return decomposed.causal(query, key, value, **common, normalize=normalize, state=state)
-    if takes_plain(algorithm, (query, key, value), lambda: None):
+    if takes_plain(algorithm, (query, key, value)):
         if not is_causal:
             return plain_linear_attention(query, key, value, **common, normalize=normalize), None
         more: dict[str, Any] = {"normalize": normalize, "state": state, "streams": streams, "decay": decay}
@@ -167,11 +158,11 @@ def attend_near_far(
         leading: for `plain`, the number of sinks that are known to be the first keys of the call and visible.
         streams: whether the sums after the last key are wanted.
     """
-    if plain:
+    if plain and not call.dropout:
         return plain_near_far_attention(call, leading=leading, streams=streams)
     if is_exporting() and not call.bias:  # a bias is for graphs of one length, which may have operators of ours
         return decomposed.near_far(call)
-    if has_operators(call) and not transforms_active():
+    if has_operators(call) and not (plain or transforms_active()):
         return near_far_attention(call)
     given = {name: getattr(call, name) for name in NAMES}
     out = run_plain("near_far", leading=leading, streams=streams and bool(call.spec), **given)
@@ -207,10 +198,18 @@ def faster_by_fft(features: int, width: int, layout: Layout, is_causal: bool) ->
 
 def find_window(bias: Tensor, layout: Layout, is_causal: bool = False) -> int | None:
     """The distance beyond which a bias that nobody trains is constant, where that saves work."""
-    if layout.rows or bias.requires_grad or torch.compiler.is_compiling() or bias.is_meta:
+    if layout.rows or bias.requires_grad or not readable_without_sync(bias):
         return None
     reach = constant_beyond(bias, layout.L - 1 + layout.offset, is_causal)
     return reach if 2 * reach < max(layout.L, layout.S) else None
+
+
+def attend_plain_biased(call: RelativeCall, *, keep: int | None = None) -> tuple[Tensor, list[Tensor]]:
+    """Attend with a relative bias by plain operations; arguments and results as those of `relative_attention`."""
+    if covers(call):
+        return plain_biased_attention(call, streams=keep is not None)
+    by_pairs = relative_attention if torch.compiler.is_compiling() else pairs_attention  # as an operator in a graph
+    return by_pairs(call, keep=keep)
 
 
 def attend_biased(call: RelativeCall, *, features: int, algorithm: str | None = None) -> Tensor:
@@ -219,9 +218,9 @@ def attend_biased(call: RelativeCall, *, features: int, algorithm: str | None = 
     Args:
         call: the inputs; with sums of keys for `windowed` only.
         features: M.
-        algorithm: ``direct``, ``fft``, ``windowed``, or None: `windowed` where the bias is known to be a straight line
-            beyond a distance, or a constant by its values; else `fft` where it is faster and its rounding does not
-            show; else `direct`.
+        algorithm: ``plain``, ``direct``, ``fft``, ``windowed``, or None: `windowed` where the bias is known to be a
+            straight line beyond a distance, or a constant by its values; else `fft` where it is faster and its rounding
+            does not show; else `direct`.
 
     Returns:
         (B, H, L, E).
@@ -233,6 +232,8 @@ def attend_biased(call: RelativeCall, *, features: int, algorithm: str | None = 
         )
     if algorithm not in ("direct", "fft") and window is None:
         window = find_window(call.bias, layout, call.is_causal)
+    if algorithm == "plain":
+        return attend_plain_biased(replace(call, window=window))[0]
     if algorithm is None and window is None:
         can_read = not torch.compiler.is_compiling() and not call.query.is_meta
         if can_read and faster_by_fft(features, call.value.shape[3], layout, call.is_causal):

@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention.blocks import BUFFER, grouped, spans
@@ -117,6 +118,30 @@ def _fake_backward(grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3])
 
 
+def gaussian_matrix_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    key_mask: Tensor | None,
+    is_causal: bool,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attend by the whole matrix of weights, of which a share ``dropout`` is dropped; else as `gaussian_attention`."""
+    dtype, repeat = compute_dtype(query.dtype), query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(repeat, 1) for x in (key, value))
+    visible = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool)
+    visible = visible.tril() if is_causal else visible
+    if key_mask is not None:
+        hidden = ~key_mask[:, None, :, None]
+        key, value = key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
+        visible = visible & key_mask[:, None, None, :]
+    q, k = (math.sqrt(scale) * x.to(dtype) for x in (query, key))
+    logs = q @ k.mT - 0.5 * (q.square().sum(-1, keepdim=True) + k.square().sum(-1).unsqueeze(2))
+    return (F.dropout(logs.exp().masked_fill(~visible, 0), dropout) @ value.to(dtype)).to(query.dtype)
+
+
 OPERATOR = Operator(
     "gaussian_attention",
     inputs="Tensor query, Tensor key, Tensor value, Tensor? key_mask, float scale, bool is_causal",
@@ -127,6 +152,7 @@ OPERATOR = Operator(
     learned="query, key, value",
     kept="",
     fake_backward=_fake_backward,
+    plain=gaussian_matrix_attention,
 )
 
 

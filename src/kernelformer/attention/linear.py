@@ -29,6 +29,7 @@ from kernelformer.attention.blocks import (
     visible_pair,
 )
 from kernelformer.attention.operator import Operator
+from kernelformer.attention.plain.attend import plain_key_sums, plain_read_sums
 from kernelformer.attention.positive import EMPTY, PositiveSums, bind_sums
 from kernelformer.attention.state import empty_sums
 from kernelformer.contract import Workspace, compute_dtype, lookup, no_tangents
@@ -176,6 +177,7 @@ SUMS = Operator(
     fake=lambda *arguments: [torch.empty_like(x) for x in _Keys(arguments).empty(*arguments[0].shape[:2])],
     backward=_sums_backward,
     learned="key, value, tensors",
+    plain=plain_key_sums,
 )
 
 
@@ -241,6 +243,7 @@ READ = Operator(
     fake=_fake_read,
     backward=_read_backward,
     learned="query, tensors, state",
+    plain=plain_read_sums,
 )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kernelformer.attention.near_far_call import SETTINGS, TENSORS, NearFarCall
 from kernelformer.attention.operator import Operator
+from kernelformer.attention.plain.near_far import plain_outputs
 from kernelformer.attention.strips import Grads, Pass, Results, Strips
 from kernelformer.contract import compute_dtype, no_tangents
 
@@ -74,6 +75,7 @@ OPERATOR = Operator(
     learned="query, key, value, sinks, bias, tensors, beta, state, right_state",
     given="out, end_state",
     fake_backward=_fake_backward,
+    plain=plain_outputs,
 )
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from kernelformer.attention.blocks import empty_rows
 
@@ -28,6 +30,8 @@ class Operator:
         given: names of the outputs whose gradients count; default: the first.
         kept: names of the outputs that the backward pass takes; default: all.
         fake_backward: `backward` without values; default: like the inputs, (B, H, L, X) as `empty_rows`.
+        plain: from inputs by name to the outputs ``given``, by differentiable operations, for gradients that need a
+            graph themselves (``create_graph=True``); returns None for a call that it cannot do.
     """
 
     def __init__(
@@ -43,7 +47,9 @@ class Operator:
         given: str = "",
         kept: str | None = None,
         fake_backward: Callable[..., Any] | None = None,
+        plain: Callable[..., Any] | None = None,
     ) -> None:
+        self._plain = plain
         self._inputs, self._outputs = _types(inputs), _types(outputs)
         self._learned, self._given = learned.split(", "), (given or outputs.split(", ")[0].split(" ")[1]).split(", ")
         self._kept = list(self._outputs) if kept is None else [x for x in kept.split(", ") if x]
@@ -99,10 +105,31 @@ class Operator:
         if all(known[x] is None for x in self._given):
             return tuple(_padded(None, by_name.get(x)) for x in self._inputs)
         given = [_or_zeros(known[x], outputs.get(x)) for x in self._given]
-        learn = [ctx.learn] if "tensors" in self._inputs else []
-        found = self.backward(*given, *kept, *inputs, *ctx.call_settings, *learn)
-        made = dict(zip(self._learned, found if len(self._learned) > 1 else [found], strict=True))
+        made = None
+        if torch.is_grad_enabled() and self._plain is not None:
+            made = plain_grads(self._plain, dict(zip(self._inputs, [*inputs, *ctx.call_settings], strict=True)), given)
+        if made is None:
+            learn = [ctx.learn] if "tensors" in self._inputs else []
+            found = self.backward(*given, *kept, *inputs, *ctx.call_settings, *learn)
+            made = dict(zip(self._learned, found if len(self._learned) > 1 else [found], strict=True))
         return tuple(_padded(made.get(x), by_name.get(x)) for x in self._inputs)
+
+
+def plain_grads(plain: Callable[..., Any], inputs: dict[str, Any], grads: Any) -> dict[str, Any] | None:
+    """Gradients of the inputs by name, with a graph; see ``plain`` of `Operator`.
+
+    Inputs are views of their own here: one may be another, or be made of it outside, which is not this operator's.
+    """
+    own, given = tree_map_only(Tensor, lambda x: x.view_as(x), inputs), tree_leaves(grads)
+    outs = plain(**own) if all(x.numel() for x in given) else None
+    if outs is None:
+        return None
+    pairs = [(x, g) for x, g in zip(tree_leaves(outs), given, strict=True) if x.requires_grad]
+    learned = [x for x in tree_leaves(own) if isinstance(x, Tensor) and x.requires_grad]
+    options: dict[str, Any] = {"create_graph": True, "allow_unused": True}
+    found = iter(torch.autograd.grad([x for x, _ in pairs], learned, [g for _, g in pairs], **options))
+    made: dict[str, Any] = tree_map(lambda x: next(found) if isinstance(x, Tensor) and x.requires_grad else None, own)
+    return made
 
 
 def _types(schema: str) -> dict[str, str]:

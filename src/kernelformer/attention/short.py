@@ -32,6 +32,8 @@ from kernelformer.attention.blocks import (
     spread,
     visible_pair,
 )
+from kernelformer.attention.operator import Operator
+from kernelformer.attention.plain.attend import plain_causal_attention, plain_linear_attention
 from kernelformer.attention.positive import EMPTY, Rescue, rescue_backward, rescued_rows
 from kernelformer.contract import PositiveChunks, PositiveSpec, Workspace, compute_dtype, lookup, no_tangents
 
@@ -198,17 +200,8 @@ def _visible(s: Shapes, is_causal: bool, work: Workspace) -> Tensor | None:
     return torch.ones(s.L, s.S, dtype=work.dtype, device=work.device).tril_().repeat(s.R, 1) if is_causal else None
 
 
-@torch.library.custom_op("kernelformer::direct_attention", mutates_args=())
-def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_mask: Tensor | None,
-    tensors: list[Tensor],
-    spec: str,
-    scale: float,
-    is_causal: bool,
-) -> tuple[Tensor, Tensor]:
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    query, key, value, key_mask, tensors, spec, scale, is_causal = arguments
     known = lookup(spec)
     assert isinstance(known, PositiveSpec)
     s = Shapes.of(query, key, value, known.feature_dim(tensors, query.shape[-1]))
@@ -228,36 +221,13 @@ def _forward(
     return out, row_scales
 
 
-@_forward.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_mask: Tensor | None,
-    tensors: list[Tensor],
-    spec: str,
-    scale: float,
-    is_causal: bool,
-) -> tuple[Tensor, Tensor]:
+def _fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     row_scales = query.new_empty(query.shape[:3], dtype=compute_dtype(query.dtype))
     return empty_rows(query, value.shape[-1]), row_scales
 
 
-@torch.library.custom_op("kernelformer::direct_attention_backward", mutates_args=())
-def _backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_mask: Tensor | None,
-    tensors: list[Tensor],
-    out: Tensor,
-    row_scales: Tensor,
-    spec: str,
-    scale: float,
-    is_causal: bool,
-    learn: bool,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    grad, out, row_scales, query, key, value, key_mask, tensors, spec, scale, is_causal, learn = arguments
     known = lookup(spec)
     assert isinstance(known, PositiveSpec)
     s = Shapes.of(query, key, value, known.feature_dim(tensors, query.shape[-1]))
@@ -282,44 +252,21 @@ def _backward(
     return dq, dk, dv, totals
 
 
-@_backward.register_fake
-def _(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_mask: Tensor | None,
-    tensors: list[Tensor],
-    out: Tensor,
-    row_scales: Tensor,
-    spec: str,
-    scale: float,
-    is_causal: bool,
-    learn: bool,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    dq, dk, dv = (empty_rows(x, x.shape[-1]) for x in (query, key, value))
-    return dq, dk, dv, [torch.empty_like(x) for x in tensors] if learn else []
+def _plain(is_causal: bool, **inputs: Any) -> Tensor:
+    return plain_causal_attention(**inputs, streams=False)[0] if is_causal else plain_linear_attention(**inputs)
 
 
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    query, key, value, key_mask, tensors, ctx.spec, ctx.scale, ctx.is_causal = inputs
-    ctx.set_materialize_grads(False)
-    ctx.count = len(tensors)
-    ctx.learn = any(x.requires_grad for x in tensors)
-    ctx.save_for_backward(query, key, value, key_mask, *output, *tensors)
-
-
-def _grad(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
-    if grad is None:
-        return (None,) * 4 + ([None] * ctx.count,) + (None,) * 3
-    query, key, value, key_mask, out, row_scales, *tensors = ctx.saved_tensors
-    dq, dk, dv, totals = _backward(
-        grad, query, key, value, key_mask, tensors, out, row_scales, ctx.spec, ctx.scale, ctx.is_causal, ctx.learn
-    )
-    return dq, dk, dv, None, totals if ctx.learn else [None] * ctx.count, None, None, None
-
-
-_forward.register_autograd(_grad, setup_context=_save)
+OPERATOR = Operator(
+    "direct_attention",
+    inputs="Tensor query, Tensor key, Tensor value, Tensor? key_mask, Tensor[] tensors, str spec, float scale, "
+    "bool is_causal",
+    outputs="Tensor out, Tensor row_scales",
+    forward=_forward,
+    fake=_fake,
+    backward=_backward,
+    learned="query, key, value, tensors",
+    plain=_plain,
+)
 
 
 def direct_attention(
@@ -341,5 +288,5 @@ def direct_attention(
         (B, H, L, E) in the dtype of the query; rows without a visible key are zero.
     """
     no_tangents(query=query, key=key, value=value, a_parameter_of_the_feature_map=tensors)
-    out: Tensor = _forward(query, key, value, key_mask, list(tensors), spec, scale, is_causal)[0]
+    out: Tensor = OPERATOR(query, key, value, key_mask, list(tensors), spec, scale, is_causal)[0]
     return out

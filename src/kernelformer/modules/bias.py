@@ -11,19 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention import State
-from kernelformer.attention.dispatch import attend_biased, find_window
+from kernelformer.attention.dispatch import attend_biased, attend_plain_biased
 from kernelformer.attention.near_keys import Place, push
-from kernelformer.attention.plain.biased import SPREAD, plain_biased_attention
+from kernelformer.attention.plain.layout import readable_without_sync
 from kernelformer.attention.plain.pairs import BiasPairs, segments
 from kernelformer.attention.positive import EMPTY, LOST
 from kernelformer.attention.relative.call import Layout, RelativeCall, constant_beyond
 from kernelformer.attention.relative.operator import relative_attention
 from kernelformer.attention.state import MadeBy
 from kernelformer.attention.step import NearTokens, map_positive, step_positive
-from kernelformer.contract import PositiveSpec, Spec, compute_dtype, no_tangents, wide_dtype
+from kernelformer.contract import PositiveSpec, compute_dtype, no_tangents, wide_dtype
 from kernelformer.errors import integer, shape
 from kernelformer.feature_maps import FeatureMap
-from kernelformer.modules.checks import Bias, Call, assert_values, can_read, readable_without_sync
+from kernelformer.modules.checks import Bias, Call, assert_values, can_read
 
 MASK = 1 << 24  # numbers of an explicit mask that are made at once, where a view will not do
 
@@ -288,7 +288,7 @@ class BiasedAttention:
         Args:
             call: with a bias over all distances; in a stream its queries and keys are normalized already.
             tensors: of the map, as `FeatureMap.for_query_heads` gives them.
-            plain: by the algorithm for accelerators.
+            plain: by plain operations.
 
         Returns:
             (B, H, L, E), and in a stream the tensors of the state after the keys.
@@ -312,11 +312,8 @@ class BiasedAttention:
                 slope=bias.slope,
                 normalize_qk=self.normalize_qk,
             )
-            if plain:
-                window = bias_window(bias, call.is_causal)
-                return plain_biased_attention(replace(relative, window=window))[0], None
-            out = attend_biased(relative, features=self.feature_map.feature_dim, algorithm=bias.algorithm)
-            return out, None
+            algorithm = "plain" if plain else bias.algorithm
+            return attend_biased(relative, features=self.feature_map.feature_dim, algorithm=algorithm), None
         if bias.layout.rows:
             raise ValueError("a bias on a grid does not stream; give the whole grid in one call, without a state.")
         if bias.algorithm == "fft":
@@ -472,10 +469,7 @@ class BiasedAttention:
             slope=slope,
             state=sums,
         )
-        if plain:
-            out, after = plain_biased_attention(relative, streams=True)
-        else:
-            out, after = relative_attention(relative, keep=window)
+        out, after = (attend_plain_biased if plain else relative_attention)(relative, keep=window)
         first = 0 if window is None else max(0, key.shape[2] - window)
         tokens = [key[:, :, first:], value[:, :, first:], mask[:, first:]]
         if count > 1 and window is not None:  # views would keep all of a prompt
@@ -509,52 +503,6 @@ def _as_means(sums: Sequence[Tensor], value: Tensor, features: int) -> list[Tens
     mass = torch.where(some, ks, 1.0)
     log = torch.where(some, mass.to(wide_dtype(ks)).log() + shift.transpose(2, 3), EMPTY)
     return [log.transpose(2, 3), kv / mass, torch.ones_like(ks), ns]
-
-
-def bias_window(bias: Bias, is_causal: bool) -> int | None:
-    """The distance beyond which a bias is constant, as the caller says or by its values; None: nobody knows."""
-    if bias.window is not None or not readable_without_sync(bias.table):
-        return bias.window
-    return find_window(bias.table, bias.layout, is_causal)
-
-
-def bias_not_plain(spec: Spec, call: Call) -> str | None:
-    """What of a call with a bias the algorithm for accelerators does not cover; None where it covers all.
-
-    Entries are looked at only where that is free; elsewhere see `attention.plain.biased`.
-    """
-    bias = call.bias
-    assert bias is not None
-    if bias.layout.rows:
-        return "a bias on a grid"
-    if not isinstance(spec, PositiveSpec):
-        return "a bias beside a signed map"
-    if bias.slope is not None and not call.is_causal:
-        return "a bias with a slope without causality"
-    if call.in_stream:
-        made = {} if call.state is None else dict(call.state.made_by)
-        window = None if made.get(NEAR) == "all" else made.get(NEAR, bias.window)
-    else:
-        window = bias_window(bias, call.is_causal)
-    if window is None:
-        return "a bias of which no max_distance is known"
-    if not readable_without_sync(bias.table):
-        return None
-    level = _level(bias, call.is_causal)
-    if not level.numel():
-        return None
-    least, most = level.aminmax()
-    wide = float(most - least) > SPREAD or not bool(least.isfinite())
-    return f"a bias whose entries differ by more than {SPREAD:g}, or are -inf" if wide else None
-
-
-def _level(bias: Bias, is_causal: bool) -> Tensor:
-    """The entries that a call uses, without the slope."""
-    table, middle = bias.table.detach(), bias.layout.L - 1 + bias.layout.offset
-    table = table[:, : middle + 1] if is_causal else table
-    if bias.slope is None:
-        return table
-    return table + bias.slope.unsqueeze(1) * (torch.arange(table.shape[1], device=table.device) - middle).abs()
 
 
 def _near_keys(state: State) -> int:

@@ -178,11 +178,6 @@ def can_read(x: Tensor) -> bool:
     return not torch.compiler.is_compiling() and not x.is_meta and x.numel() > 0
 
 
-def readable_without_sync(x: Tensor) -> bool:
-    """Return True if reading a number needs no synchronization with a device and no compiled graph is traced."""
-    return not torch.compiler.is_compiling() and x.device.type == "cpu"
-
-
 def assert_values(holds: Tensor, message: str) -> None:
     """Let the device check values in a compiled graph: a RuntimeError, without a graph break or a synchronization.
 

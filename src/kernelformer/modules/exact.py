@@ -11,11 +11,11 @@ from torch import Tensor
 
 from kernelformer.attention import State, gaussian_attention
 from kernelformer.attention.dispatch import takes_plain
+from kernelformer.attention.exact import gaussian_matrix_attention
 from kernelformer.attention.relative.call import Layout
 from kernelformer.attention.state import MadeBy
 from kernelformer.contract import compute_dtype, no_autocast
 from kernelformer.errors import flag, fraction, integer, positive_int, shape
-from kernelformer.kernels import gaussian_kernel
 from kernelformer.modules.bias import biased_sdpa, empty_attention
 from kernelformer.modules.checks import Bias, Call, config_mismatch, tensor_mismatch
 from kernelformer.modules.core import AttentionCore
@@ -177,9 +177,10 @@ class GaussianCore(GrowingCore):
         """Attend to some of the keys, without a division."""
         key, value = call.key[:, :, keys], call.value[:, :, keys]
         key_mask = None if call.key_mask is None else call.key_mask[:, keys]
+        how: dict[str, Any] = {"scale": call.scale, "key_mask": key_mask, "is_causal": is_causal}
         if call.dropout or torch.compiler.is_exporting():
-            return _dropped_sums(replace(call, key=key, value=value, key_mask=key_mask, is_causal=is_causal))
-        return gaussian_attention(call.query, key, value, scale=call.scale, key_mask=key_mask, is_causal=is_causal)
+            return gaussian_matrix_attention(call.query, key, value, **how, dropout=call.dropout)
+        return gaussian_attention(call.query, key, value, **how)
 
     def _made_by(self, scale: float) -> MadeBy:
         return (*super()._made_by(scale), ("normalize", self.normalize))
@@ -198,22 +199,6 @@ class GaussianCore(GrowingCore):
         both = max(key.shape[-1], width)
         query, key, value = (F.pad(x, (0, both - x.shape[-1])) for x in (query, key, value))
         return sdpa(replace(call, query=query, key=key, value=value))[..., :width].to(dtype)
-
-
-def _dropped_sums(call: Call) -> Tensor:
-    """Gaussian attention by its whole matrix of weights, some of which may be dropped."""
-    query, key_mask = call.query, call.key_mask
-    repeat = query.shape[1] // call.key.shape[1]
-    key, value = (x.repeat_interleave(repeat, 1) for x in (call.key, call.value))
-    visible = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool)
-    visible = visible.tril() if call.is_causal else visible
-    if key_mask is not None:
-        hidden = ~key_mask[:, None, :, None]
-        key, value = key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
-        visible = visible & key_mask[:, None, None, :]
-    dtype = compute_dtype(query.dtype)
-    weights = gaussian_kernel(*(call.scale**0.5 * x.to(dtype) for x in (query, key))).masked_fill(~visible, 0)
-    return (F.dropout(weights, call.dropout) @ value.to(dtype)).to(query.dtype)
 
 
 TILE = 512
@@ -324,9 +309,8 @@ class LocalCore(AttentionCore):
 
     def _attend(self, call: Call) -> tuple[Tensor, State | None]:
         with no_autocast(call.query.device.type):
-            near = self.near
-            plain = takes_plain(call.algorithm, (call.query, call.key, call.value), near.not_plain)
-            out, after = near.attend(call, None, plain=plain)
+            plain = takes_plain(call.algorithm, (call.query, call.key, call.value))
+            out, after = self.near.attend(call, None, plain=plain)
         return out, self._state(after, call) if call.streams and after is not None else None
 
     def _step(self, call: Call) -> tuple[Tensor, State]:

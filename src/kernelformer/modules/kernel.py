@@ -17,7 +17,7 @@ from kernelformer.attention.state import MadeBy, Prepared, empty_sums
 from kernelformer.contract import autocasts, compute_dtype, no_autocast
 from kernelformer.errors import choice, flag, fraction, integer, positive_int, shape
 from kernelformer.feature_maps import FeatureMap
-from kernelformer.modules.bias import FADES, NEAR, BiasedAttention, bias_not_plain
+from kernelformer.modules.bias import FADES, NEAR, BiasedAttention
 from kernelformer.modules.checks import Call, check_near, check_scale, config_mismatch, tensor_mismatch
 from kernelformer.modules.context import needs_whole
 from kernelformer.modules.core import AttentionCore
@@ -198,13 +198,15 @@ class KernelCore(AttentionCore):
             tensors = self.map_tensors(call)
             near = self.near
             after: Sequence[Tensor] | None
-            if near is not None:
-                out, after = near.attend(*self._with_far(call, tensors), plain=self._takes_plain(call))
-            elif call.bias is None:
+            if near is None and call.bias is None:
                 out, after = self._attend_unbiased(call, tensors)
             else:
-                plain = self._takes_plain(call)
-                out, after = self.biased.attend(call, tensors, plain=plain)
+                biased = None if call.bias is None else call.bias.algorithm
+                plain = takes_plain(call.algorithm or biased, (call.query, call.key, call.value))
+                if near is not None:
+                    out, after = near.attend(*self._with_far(call, tensors), plain=plain)
+                else:
+                    out, after = self.biased.attend(call, tensors, plain=plain)
             return out, self._state(after, call) if call.streams and after is not None else None
 
     def _with_far(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Call, Far]:
@@ -249,17 +251,6 @@ class KernelCore(AttentionCore):
             streams=call.streams,
             algorithm=call.algorithm,
         )
-
-    def _takes_plain(self, call: Call) -> bool:
-        """True if a call runs through `plain`."""
-        return takes_plain(call.algorithm, (call.query, call.key, call.value), lambda: self._not_plain(call))
-
-    def _not_plain(self, call: Call) -> str | None:
-        """Describe the part of a call that `plain` does not cover, or return None."""
-        near, spec = self.near, self.feature_map.spec
-        if near is None:
-            return None if call.bias is None else bias_not_plain(spec, call)
-        return near.not_plain()
 
     def _step_unbiased(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
         """Attend with one token without a bias: (B, H, 1, E), and the tensors of the state after it."""

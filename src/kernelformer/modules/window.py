@@ -14,12 +14,13 @@ from kernelformer.attention import State
 from kernelformer.attention.dispatch import attend_near_far, is_exporting
 from kernelformer.attention.near_far_call import NearFarCall, Sinks
 from kernelformer.attention.near_keys import Place, Tokens, push
+from kernelformer.attention.plain.layout import readable_without_sync
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.state import MadeBy
 from kernelformer.attention.step import NearTokens, step
 from kernelformer.contract import PositiveSpec, compute_dtype, lookup
 from kernelformer.modules.bias import check_tail
-from kernelformer.modules.checks import Bias, Call, readable_without_sync
+from kernelformer.modules.checks import Bias, Call
 
 if TYPE_CHECKING:
     from kernelformer.modules.core import AttentionCore
@@ -238,17 +239,13 @@ class NearFarAttention:
         """The scale of the near scores in a call of this scale."""
         return scale if self.scale is None else self.scale
 
-    def not_plain(self) -> str | None:
-        """What the algorithm for accelerators does not cover; None where it covers all."""
-        return f"attention_dropout={self.dropout:g}" if self.dropout else None
-
     def attend(self, call: Call, far: Far | None, *, plain: bool = False) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         """Attend to all keys of a call, and in a stream to those before them.
 
         Args:
             call: keys and values have as many heads as the far part's sums.
             far: or None.
-            plain: by the algorithm for accelerators.
+            plain: by plain operations.
 
         Returns:
             (B, H, L, E), and in a stream the tensors of the state after the keys.
@@ -310,7 +307,7 @@ class NearFarAttention:
             sums: of far keys before those of the call.
             offset: number of keys before the first query.
             later: sums of far keys after those of the call.
-            plain: by the algorithm for accelerators.
+            plain: by plain operations.
         """
         leading = 0
         if plain and call.key_mask is None and not offset and call.state is None:

@@ -1,1 +1,1 @@
-"""Algorithms for accelerators: all chunks at once, by few large operators; the host reads no number."""
+"""Attention by operations of torch: all chunks at once, without waiting for a device, or pair by pair under a bias."""

@@ -11,8 +11,8 @@ Beyond the window a causal bias may be a falling line, ``b = r - slope d``. Then
 r, which is constant beyond the window, takes the place of b.
 
 Denominators are at least ``exp(min b - max b)``, so that entries of the table may differ by `SPREAD`, and none may be
--inf: such a bias, which can hide the largest key of a row, needs `windowed`, which computes rows again. Who can look at
-the table refuses it; elsewhere all rows of the head become NaN, where float32 shows it.
+-inf: such a bias, which can hide the largest key of a row, needs `pairs`, which computes rows again (`covers`). Where
+the table cannot be read without waiting for a device, all rows of the head become NaN, where float32 shows it.
 
 Memory beyond inputs and outputs, in numbers of mapped queries, U = B H L M: that of `attend`, and in a causal call
 2 w / 64 U more for the chunks before a query's own. Samples go one after the other where all of them exceed `SEGMENT`.
@@ -27,7 +27,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernelformer.attention.plain.layout import CHUNK, by_distance, in_chunks, of_samples, recomputed, spans
+from kernelformer.attention.plain.layout import (
+    CHUNK,
+    by_distance,
+    in_chunks,
+    of_samples,
+    readable_without_sync,
+    recomputed,
+    spans,
+)
 from kernelformer.attention.plain.positive import CausalRows, KeySums, PositiveMap
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.relative.call import RelativeCall
@@ -36,6 +44,31 @@ from kernelformer.contract import PositiveSpec, compute_dtype, lookup
 SPREAD = 60.0  # of a table: exp(-60) times a key that float32 can hold is a number
 LEAST = 1e-30  # between the denominator of a row that sees a key and 0
 OVERFLOW = 89.0 / SPREAD  # exp of more than 88.7 is inf in float32
+
+
+def level(call: RelativeCall) -> tuple[Tensor, int]:
+    """The bias without its slope within the window (H, n), all that any pair has, and the place of distance 0."""
+    assert call.window is not None
+    middle, table = call.layout.L - 1 + call.layout.offset, call.bias.to(compute_dtype(call.query.dtype))
+    last = table.shape[1] - 1
+    ends = [min(max(middle + side * call.window, 0), last) for side in (-1, 1)]
+    ends[1] = middle if call.is_causal else ends[1]
+    used = table[:, ends[0] : ends[1] + 1]
+    if call.slope is not None:
+        away = torch.arange(middle - ends[0], middle - ends[1] - 1, -1, dtype=used.dtype, device=used.device)
+        used = torch.addcmul(used, call.slope.to(used.dtype).unsqueeze(1), away)
+    return used, middle - ends[0]
+
+
+def covers(call: RelativeCall) -> bool:
+    """True if a call has a positive map, a window, a slope only if causal, and entries that are known to be close."""
+    fades_both_ways = call.slope is not None and not call.is_causal
+    if call.window is None or fades_both_ways or not isinstance(lookup(call.spec), PositiveSpec):
+        return False
+    if not readable_without_sync(call.bias):
+        return True
+    least, most = level(call)[0].detach().aminmax(dim=1)
+    return float((most - least).max()) <= SPREAD  # False for inf, and for NaN, where all entries are -inf
 
 
 class Factors:
@@ -47,23 +80,15 @@ class Factors:
     """
 
     def __init__(self, call: RelativeCall, chunks_left: int) -> None:
-        assert call.window is not None
-        self.batch, middle = call.query.shape[0], call.layout.L - 1 + call.layout.offset
-        table = call.bias.to(compute_dtype(call.query.dtype))
-        last = table.shape[1] - 1
-        ends = [min(max(middle + side * call.window, 0), last) for side in (-1, 1)]
-        ends[1] = middle if call.is_causal else ends[1]
-        used = table[:, ends[0] : ends[1] + 1]  # (H, n): all that any pair has
-        if call.slope is not None:
-            away = torch.arange(middle - ends[0], middle - ends[1] - 1, -1, dtype=used.dtype, device=used.device)
-            used = torch.addcmul(used, call.slope.to(used.dtype).unsqueeze(1), away)
+        used, before = level(call)
+        self.batch = call.query.shape[0]
         least, most = used.detach().aminmax(dim=1, keepdim=True)
         # NaN where entries differ by too much or are -inf: inf times 0.
         most = torch.add(most, ((most - least) * OVERFLOW).exp_(), alpha=0)
         self.factors = (used - most).exp()
         self.own = chunks_left * CHUNK  # the column of a chunk's first token
         columns = self.own + CHUNK + (0 if call.is_causal else self.own)
-        first = middle - ends[0] - self.own - CHUNK
+        first = before - self.own - CHUNK
         index = torch.arange(first, first + CHUNK + columns, device=used.device).clamp_(0, used.shape[1] - 1)
         self.tile = by_distance(self.factors.index_select(1, index), CHUNK, columns)  # (H, C, K)
 

@@ -59,6 +59,11 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type in ACCELERATORS
 
 
+def readable_without_sync(x: Tensor) -> bool:
+    """Return True if reading a number needs no synchronization with a device and no compiled graph is traced."""
+    return not torch.compiler.is_compiling() and x.device.type == "cpu"
+
+
 def segment_numbers(device: torch.device) -> int:
     """Numbers of a mapped tensor of a segment."""
     return SEGMENT if is_accelerator(device) else CPU_SEGMENT

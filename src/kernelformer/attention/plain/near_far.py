@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -99,6 +99,12 @@ def plain_near_far_attention(
         out, kept = recomputed(partial(_attend, run, segment), rights.get(segment), kept, learned=learned)
         outs.append(out)
     return join_segments(outs), _stored(run, kept) if streams else []
+
+
+def plain_outputs(keep: bool, **inputs: Any) -> tuple[Tensor, list[Tensor]] | None:
+    """The outputs of `near_far.near_far_attention` from its operator's inputs; None with dropout, which is another."""
+    call = NearFarCall(**inputs)
+    return None if call.dropout else plain_near_far_attention(call, streams=call.is_causal)
 
 
 def _stored(run: _Run, kept: Kept | None) -> list[Tensor]:

@@ -514,8 +514,9 @@ def _sees_near(rows: Rows, left: int, size: int, around: Sequence[Any], far: Seq
     # By the bias, not by its factors, which underflow where entries differ by much.
     tile = rows.bias.band(size, left * size, sum(x.shape[2] for x in around[::3]), True)
     seen = _sees_some(tile > -torch.inf, _hidden(around))[:, :, : far[0].sums.shape[1]]
-    for part in far:
-        seen = seen | (part.sums[..., -1] > 0).flatten(1).unflatten(0, (-1, rows.heads))
+    for side, part in zip((-1, 1), far, strict=False):
+        some = (part.sums[..., -1] > 0) & (rows.tail(side) > -torch.inf)
+        seen = seen | some.flatten(1).unflatten(0, (-1, rows.heads))
     return seen
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kernelformer.attention.blocks import gather_grads
+from kernelformer.attention.operator import plain_grads
 from kernelformer.attention.plain.layout import autograd_inside, transforms_active
 from kernelformer.attention.plain.pairs import BiasPairs, Rows, end_sums, pairs_attention, prepared, with_exact_rows
 from kernelformer.attention.relative.banded import AGAIN, Banded, BandedBackward, BandedCall
@@ -152,6 +153,12 @@ def _added(
     return [x + y if w else x for x, y, w in zip(given, more, wanted, strict=True)]
 
 
+def _shifted(sums: Sequence[Tensor], shift: Tensor) -> list[Tensor]:
+    """kv, ks and ns as they are at another shift, which is a gauge; those of positive maps have no ns."""
+    gain = (sums[0] - shift.detach()).exp().mT
+    return [sums[1] * gain, sums[2] * gain, sums[3] * gain if gain.shape[2] == 1 else sums[3]]
+
+
 def _recomputed_grads(
     call: RelativeCall, grad: Tensor, end: Sequence[Tensor], keep: int, lost: Tensor | None
 ) -> list[Tensor]:
@@ -177,11 +184,9 @@ def _recomputed_grads(
                 outs = [with_exact_rows(rows, zeros, lost)]
                 grads = [grad.to(zeros.dtype)]
             sums = end_sums(rows, keep) if end else []
-        if end:  # a shift is a gauge: these may stand at another one
-            gain = (sums[0] - end[0]).exp().mT
-            count = 3 if gain.shape[2] == 1 else 2
-            outs += [x * gain for x in sums[1 : 1 + count]]
-            grads += end[1 : 1 + count]
+        if end:
+            outs += _shifted(sums, end[0])
+            grads += end[1:]
         pairs = [(x, g) for x, g in zip(outs, grads, strict=True) if x.requires_grad]
         if not pairs:
             return [torch.zeros_like(x) for x in leaves]
@@ -219,6 +224,16 @@ def _grad(ctx: Any, grad: Tensor | None, _: Any, __: Any, d_end: Sequence[Tensor
         grad = torch.zeros_like(out) if grad is None else grad
         sums = [torch.zeros_like(y) if x is None else x for x, y in zip(asked, end[1:], strict=True)]
         given = [end[0], *sums] if any(x is not None for x in asked) else []
+        if torch.is_grad_enabled():  # create_graph=True: by pairs, whose gradients have gradients
+
+            def plain(arguments: Sequence[Any]) -> list[Tensor]:
+                call = RelativeCall.of(arguments, ctx.attention_settings)
+                out, sums = pairs_attention(call, keep=ctx.keep if given else None)
+                return [out, *(_shifted(sums, end[0]) if given else [])]
+
+            found = plain_grads(plain, {"arguments": arguments}, [grad, *given[1:]])
+            if found is not None:
+                return (*found["arguments"], *[None] * (NUM_SETTINGS + 1))
         *inputs, d_bias, totals, d_state = _backward(
             grad, *arguments, out, row_scale, inverses, given, *ctx.attention_settings, ctx.keep, *ctx.learn
         )
