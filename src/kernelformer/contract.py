@@ -187,6 +187,7 @@ class PositiveSpec(Spec):
     """A map with positive features, defined by its formula `log_features`."""
 
     family: ClassVar[Family] = "positive"
+    tied: ClassVar[bool] = True  # whether queries and keys have the same map, so that one product can serve both
 
     @abstractmethod
     def log_features(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> Tensor:
@@ -199,11 +200,6 @@ class PositiveSpec(Spec):
         other.
         """
         return self.log_features(x, tensors, scale, role)
-
-    @property
-    def tied(self) -> bool:
-        """True if queries and keys have the same map, so that one product can serve both."""
-        return True
 
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> PositiveChunks:
         """Bind the map to tensors (N, ...) in the dtype of the arithmetic; by default through the formula itself."""

@@ -60,6 +60,7 @@ class FeatureMap(nn.Module):
     feature_dim: int
     normalized = True  # whether attention with it divides by the sum of the weights, by default
     aligns = False  # whether `align` does something, which needs that division
+    sees_sequence = False  # whether `prepare` looks at all tokens, later ones included, so that causality would be lost
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         """Show the arguments that a constructor passes on as ``**common`` in the signature of its class."""
@@ -94,6 +95,8 @@ class FeatureMap(nn.Module):
         self.head_dim = positive_int("head_dim", head_dim)
         self.num_heads = positive_int("num_heads", num_heads)
         self.num_features = num_features
+        # Whether there is anything to draw; and whether that is frequencies, which have a spectral density.
+        self.is_random = self.has_density = num_features > 0
         self.draw_kind, self.norms = draw, norms
         self.num_key_heads = _check_key_heads(num_key_heads, num_heads, flag("per_head", per_head))
         self.heads = self.num_key_heads if per_head else 1
@@ -123,16 +126,6 @@ class FeatureMap(nn.Module):
 
     def _width(self) -> int:
         return self.spec.feature_dim(self.tensors(), self.head_dim)
-
-    @property
-    def is_random(self) -> bool:
-        """True if there is anything to draw."""
-        return self.num_features > 0
-
-    @property
-    def has_density(self) -> bool:
-        """True if it has frequencies, and so a spectral density."""
-        return self.is_random
 
     @property
     def identity(self) -> dict[str, object]:
@@ -243,11 +236,6 @@ class FeatureMap(nn.Module):
         """Repeat a tensor of each key head for its query heads; one shared by all heads stays as it is."""
         repeats = 1 if self.heads == 1 else self.num_heads // self.heads
         return x if repeats == 1 else x.repeat_interleave(repeats, dim)
-
-    @property
-    def sees_sequence(self) -> bool:
-        """True if `prepare` looks at all tokens, later ones included, so that causality would be lost."""
-        return False
 
     def align(
         self, query: Tensor, key: Tensor, key_mask: Tensor | None, query_mask: Tensor | None = None

@@ -23,14 +23,11 @@ class OptimalSpec(PositiveSpec):
     the queries and of the keys.
     """
 
+    tied = False  # queries and keys are balanced by inverse factors
+
     def feature_dim(self, tensors: Sequence[Tensor], head_dim: int) -> int:
         """One feature per frequency."""
         return tensors[0].shape[-2]
-
-    @property
-    def tied(self) -> bool:
-        """False: queries and keys are balanced by inverse factors."""
-        return False
 
     def log_features(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> Tensor:
         """Evaluate the formula."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -30,7 +30,7 @@ class Bias:
     slope: Tensor | None = None  # (H), the fall of that line per token
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Call:
     """Checked inputs of one call of an attention core."""
 
@@ -83,15 +83,15 @@ def check_floats(query: Tensor, key: Tensor, value: Tensor) -> None:
             raise ValueError(f"{name} must be a floating point tensor, got {x.dtype}; convert it with .float().")
 
 
-def check_inputs(
-    query: Tensor, key: Tensor, value: Tensor, *, head_dim: int, num_heads: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Check that types, shapes, dtypes and devices fit each other and the core; under autocast return its dtype."""
-    check_floats(query, key, value)
-    kind = query.device.type
+def check_inputs(call: Call, *, head_dim: int, num_heads: int) -> Call:
+    """Check that types, shapes, dtypes and devices fit each other and the core; under autocast convert to its dtype."""
+    check_floats(call.query, call.key, call.value)
+    kind = call.query.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-        query, key, value = (x if x.dtype == torch.float64 else x.to(dtype) for x in (query, key, value))
+        query, key, value = (x if x.dtype == torch.float64 else x.to(dtype) for x in (call.query, call.key, call.value))
+        call = replace(call, query=query, key=key, value=value)
+    query, key, value = call.query, call.key, call.value
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 4:
             raise ValueError(f"{name} must be {_LAYOUT}, got shape {shape(x)}.")
@@ -129,7 +129,7 @@ def check_inputs(
             f"the number of key heads must divide that of query heads, got {key.shape[1]} and {query.shape[1]} "
             f"(shapes {shape(key)} and {shape(query)})."
         )
-    return query, key, value
+    return call
 
 
 def check_mask(mask: Tensor, tokens: Tensor, what: Literal["key", "query"] = "key") -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention import State
-from kernelformer.attention.dispatch import check_algorithm, is_exporting
+from kernelformer.attention.dispatch import check_algorithm
 from kernelformer.attention.state import MadeBy
-from kernelformer.contract import compute_dtype, within_transforms
+from kernelformer.contract import compute_dtype, no_autocast, within_transforms
 from kernelformer.errors import flag, positive_int, shape
 from kernelformer.modules.bias import check_bias, check_step_bias
 from kernelformer.modules.calibration import Calibrated
@@ -58,6 +60,7 @@ class AttentionCore(Calibrated):
     has_near = False  # whether near tokens and the first ones are attended to exactly, others not
     takes_dropout = False  # whether it forms weights that can be dropped
     attention_dropout = 0.0  # the share that training drops
+    map_heads = 0  # key heads with feature maps of their own; 0: any number fits
     mixes_queries = False  # whether one query's output depends on the others
     export_refusal: str = ""  # why no graph of any length can be made of it
     takes_loops = False  # whether it knows the algorithms "chunked" and "plain"
@@ -126,39 +129,41 @@ class AttentionCore(Calibrated):
         Returns:
             (B, H, L, E), zero where no key is visible; with ``return_state`` also the state.
         """
-        ranks = ACTIVE[-1] if ACTIVE else None
         loop = None if algorithm is None else check_algorithm(algorithm, self.method, self.takes_loops)
-
-        def make_call() -> Call:
-            call = Call(
-                query=query,
-                key=key,
-                value=value,
-                scale=self._resolve_scale(scale),
-                is_causal=is_causal,
-                key_mask=key_mask,
-                query_mask=query_mask,
-                gate=gate,
-                segment_ids=segment_ids,
-                state=state,
-                streams=return_state,
-                algorithm=loop,
-            )
-            asked = None if loop else algorithm
-            known = {"algorithm": asked, "max_distance": max_distance, "slope": slope, "num_prefix": num_prefix}
-            return self._checked(call, bias, known, whole=ranks is None)
-
-        if ranks is not None:
-            out, after = attend_split(self, make_call, ranks)
-        elif segment_ids is None:
-            out, after = self._attend_alone(make_call())
-        else:  # boundaries have to be read, which a graph cannot
-            packed = torch.compiler.disable(attend_packed) if torch.compiler.is_compiling() else attend_packed
-            out, after = packed(self, make_call())
+        asked = None if loop else algorithm
+        known = {"algorithm": asked, "max_distance": max_distance, "slope": slope, "num_prefix": num_prefix}
+        call = Call(
+            query=query,
+            key=key,
+            value=value,
+            scale=self.scale,
+            is_causal=is_causal,
+            key_mask=key_mask,
+            query_mask=query_mask,
+            gate=gate,
+            segment_ids=segment_ids,
+            state=state,
+            streams=return_state,
+            dropout=self.attention_dropout if self.training else 0.0,
+            algorithm=loop,
+        )
+        if ACTIVE:
+            out, after = attend_split(self, partial(self._checked, call, scale, bias, known, whole=False), ACTIVE[-1])
+        else:
+            call = self._checked(call, scale, bias, known)
+            if segment_ids is None:
+                out, after = self._attend_alone(call)
+            else:  # boundaries have to be read, which a graph cannot
+                packed = torch.compiler.disable(attend_packed) if torch.compiler.is_compiling() else attend_packed
+                out, after = packed(self, call)
         return (out, after) if return_state and after is not None else out
 
-    def _checked(self, call: Call, bias: Tensor | None, known: dict[str, Any], *, whole: bool) -> Call:
-        """Check that the arguments fit one another and the core, and add the bias with what is ``known`` of it."""
+    def _checked(
+        self, call: Call, scale: float | None, bias: Tensor | None, known: dict[str, Any], *, whole: bool = True
+    ) -> Call:
+        """Check that the arguments fit one another and the core, and add the scale and the bias of the call."""
+        if scale is not None:
+            call = replace(call, scale=self._resolve_scale(scale))
         call = self._accept(call)
         streams = call.streams or call.state is not None
         if streams:
@@ -211,12 +216,13 @@ class AttentionCore(Calibrated):
         Returns:
             (B, H, 1, E) and the state after the token.
         """
-        needs_whole("step", "let one process generate, from the state of the last rank")
+        if ACTIVE:
+            needs_whole("step", "let one process generate, from the state of the last rank")
         if bias is not None:
             self._check_takes_bias(bias)
         elif slope is not None:
             raise ValueError("slope goes with a bias, and none was given.")
-        scale = self._resolve_scale(scale)
+        scale = self.scale if scale is None else self._resolve_scale(scale)
         fits = self._fits(query, key, value, scale) if key_mask is None else ()
         if fits and bias is not None:
             fits = (*fits, bias.shape, bias.dtype, bias.device, slope is None) if isinstance(bias, Tensor) else ()
@@ -231,6 +237,7 @@ class AttentionCore(Calibrated):
             segment_ids=segment_ids,
             state=state,
             streams=True,
+            dropout=self.attention_dropout if self.training else 0.0,
             fits=fits,
         )
         if not call.fits or not isinstance(state, State) or state.fits != call.fits:
@@ -246,13 +253,13 @@ class AttentionCore(Calibrated):
             self._check_gate(call)
         if segment_ids is not None or (state is not None and state.last_id is not None):
             check_packed(self, call)
-        if is_exporting():
-            check_export(self, call)
-        given = call if segment_ids is None else enter_segment(self, call)
-        given = self._normalized(given) if self.normalize_qk else given
-        out, after = within_transforms(self.method, self._step, given)
-        out = out if out.dtype == call.query.dtype else out.to(call.query.dtype)
-        return out, after if segment_ids is None else replace(after, last_id=last_id(call))
+        if segment_ids is None:
+            out, after = self._attend_alone(call, self._step)
+        else:
+            out, after = self._attend_alone(enter_segment(self, call), self._step)
+            after = None if after is None else replace(after, last_id=last_id(call))
+        assert after is not None
+        return out, after
 
     def remember(self, key: Tensor, value: Tensor, *, key_mask: Tensor | None = None) -> State:
         """Summarize a whole context, (B, G, S, D) and (B, G, S, E), for `recall`; here all of it is kept."""
@@ -323,15 +330,21 @@ class AttentionCore(Calibrated):
         """The method itself, and the state after the keys where one is wanted."""
         raise TypeError(f"{type(self).__name__} does not say how it attends.")
 
-    def _attend_alone(self, call: Call) -> tuple[Tensor, State | None]:
-        """Attend with one sequence a row."""
-        if is_exporting():
+    def _attend_alone(
+        self, call: Call, attend: Callable[[Call], tuple[Tensor, State | None]] | None = None
+    ) -> tuple[Tensor, State | None]:
+        """Attend with one sequence a row, by `_attend` or by `_step`, in the precision of the arithmetic."""
+        if torch.compiler.is_exporting():
             check_export(self, call)
+        dtype, attend = call.query.dtype, attend or self._attend
         if self.normalize_qk and not self._normalizes_itself(call):
-            out, after = within_transforms(self.method, self._attend, self._normalized(call))
-        else:
-            out, after = within_transforms(self.method, self._attend, call)
-        return out.to(call.query.dtype), after
+            call = self._normalized(call)
+        with no_autocast(call.query.device.type):
+            if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+                out, after = attend(call)
+            else:
+                out, after = within_transforms(self.method, attend, call)
+        return out if out.dtype == dtype else out.to(dtype), after
 
     def _forget(self, state: State, samples: Tensor) -> State:
         """The state as if some samples, (B) bool, had seen nothing yet; its length, and what distances are, stay."""
@@ -355,17 +368,19 @@ class AttentionCore(Calibrated):
         """Everything that the checks of a step look at, so that a stream is checked once; () to check every time."""
         return ()
 
-    def _resolve_scale(self, scale: float | None) -> float:
-        """The scale of a call, from the one that it was given."""
-        return self.scale if scale is None else check_scale(scale)
+    def _resolve_scale(self, scale: float) -> float:
+        """Return the scale of a call that was given one."""
+        return check_scale(scale)
 
     def _accept(self, call: Call) -> Call:
         """Check queries, keys, values and masks; under autocast they take its dtype, as torch's own attention does."""
-        query, key, value = check_inputs(
-            call.query, call.key, call.value, head_dim=self.head_dim, num_heads=self.num_heads
-        )
-        if query is not call.query or key is not call.key or value is not call.value:
-            call = replace(call, query=query, key=key, value=value)
+        call = check_inputs(call, head_dim=self.head_dim, num_heads=self.num_heads)
+        if self.map_heads % call.key.shape[1]:
+            raise ValueError(
+                f"this {self.method!r} core was built with num_key_heads={self.map_heads}, got keys of "
+                f"{call.key.shape[1]} heads (shape {shape(call.key)}); build it with "
+                f"num_key_heads={call.key.shape[1]}, or without for any number."
+            )
         if call.key_mask is not None:
             check_mask(call.key_mask, call.key)
         if call.query_mask is not None:
@@ -377,7 +392,7 @@ class AttentionCore(Calibrated):
         return False
 
     def _normalized(self, call: Call) -> Call:
-        """The call with queries and keys of length 1, where that is asked for."""
+        """Return the call with queries and keys of length 1, where that is asked for."""
         if not self.normalize_qk:
             return call
         query, key = self._normalize_qk(call.query, call.key, call.key_mask)

@@ -13,7 +13,7 @@ from kernelformer.attention import State, gaussian_attention
 from kernelformer.attention.dispatch import takes_plain
 from kernelformer.attention.relative.call import Layout
 from kernelformer.attention.state import MadeBy
-from kernelformer.contract import compute_dtype, no_autocast
+from kernelformer.contract import compute_dtype
 from kernelformer.errors import flag, fraction, integer, positive_int, shape
 from kernelformer.kernels import gaussian_kernel
 from kernelformer.modules.bias import biased_sdpa, empty_attention
@@ -45,8 +45,6 @@ class GrowingCore(AttentionCore):
         raise TypeError(f"{type(self).__name__} does not say how it attends.")
 
     def _attend(self, call: Call) -> tuple[Tensor, State | None]:
-        if self.attention_dropout and self.training:
-            call = replace(call, dropout=self.attention_dropout)
         if not call.in_stream:
             return self._exact(call), None
         joined = self._join(call)
@@ -142,8 +140,7 @@ class SoftmaxCore(GrowingCore):
             )
         repeat = call.query.shape[1] // call.key.shape[1]
         key, value = (x.repeat_interleave(repeat, 1) for x in (call.key, call.value))
-        with no_autocast(call.query.device.type):
-            return biased_sdpa(replace(call, key=key, value=value))
+        return biased_sdpa(replace(call, key=key, value=value))
 
 
 class GaussianCore(GrowingCore):
@@ -162,15 +159,14 @@ class GaussianCore(GrowingCore):
         self.normalize = flag("normalize", normalize)
 
     def _exact(self, call: Call) -> Tensor:
-        with no_autocast(call.query.device.type):
-            if self.normalize:
-                return self._by_softmax(call)
-            if not call.past:
-                return self._sums(call, slice(None), call.is_causal)
-            # Without a division the past and the present just add up; outputs are in the dtype of the queries.
-            past, new = slice(0, call.past), slice(call.past, None)
-            call = replace(call, query=call.query.to(compute_dtype(call.query.dtype)))
-            return self._sums(call, past, False) + self._sums(call, new, call.is_causal)
+        if self.normalize:
+            return self._by_softmax(call)
+        if not call.past:
+            return self._sums(call, slice(None), call.is_causal)
+        # Without a division the past and the present just add up; outputs are in the dtype of the queries.
+        past, new = slice(0, call.past), slice(call.past, None)
+        call = replace(call, query=call.query.to(compute_dtype(call.query.dtype)))
+        return self._sums(call, past, False) + self._sums(call, new, call.is_causal)
 
     @staticmethod
     def _sums(call: Call, keys: slice, is_causal: bool) -> Tensor:
@@ -315,23 +311,16 @@ class LocalCore(AttentionCore):
         self.window = positive_int("window", window)
         self.sinks = integer("sinks", sinks, at_least=0)
         self.attention_dropout = fraction("attention_dropout", attention_dropout)
-
-    @property
-    def near(self) -> NearFarAttention:
-        """The part that attends."""
-        dropout = self.attention_dropout if self.training else 0.0
-        return NearFarAttention(self.method, window=self.window, sinks=self.sinks, scale=None, dropout=dropout)
+        self.near = NearFarAttention(method, window=self.window, sinks=self.sinks, scale=None)
 
     def _attend(self, call: Call) -> tuple[Tensor, State | None]:
-        with no_autocast(call.query.device.type):
-            near = self.near
-            plain = takes_plain(call.algorithm, (call.query, call.key, call.value), near.not_plain)
-            out, after = near.attend(call, None, plain=plain)
+        near = self.near
+        plain = takes_plain(call.algorithm, (call.query, call.key, call.value), lambda: near.not_plain(call))
+        out, after = near.attend(call, None, plain=plain)
         return out, self._state(after, call) if call.streams and after is not None else None
 
     def _step(self, call: Call) -> tuple[Tensor, State]:
-        with no_autocast(call.query.device.type):
-            out, after, near = self.near.step(call, None)
+        out, after, near = self.near.step(call, None)
         state = self._state(after, call)
         return out, State(state.tensors, state.length, state.made_by, near=near)
 

@@ -33,12 +33,8 @@ EDGE = 1e-6  # how near a gate comes to 0 and to 1
 class GatedSpec(SignedSpec):
     """Fourier map of all coordinates but the last, which is the log weight of a key."""
 
+    has_factor = True
     inner: FourierSpec
-
-    @property
-    def has_factor(self) -> bool:
-        """True: keys carry their last coordinate as log factor."""
-        return True
 
     def length(self, normalize: bool) -> float | None:
         """Length of the Fourier features."""

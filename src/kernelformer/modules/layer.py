@@ -189,7 +189,11 @@ class KernelAttention(nn.Module):
                 f"x and context must have the same batch size, got {x.shape[0]} and {context.shape[0]} "
                 f"(shapes {shape(x)} and {shape(context)})."
             )
-        return self._heads(self.query(x)), self._heads(self.key(context)), self._heads(self.value(context))
+        batch, length, dim = *x.shape[:2], self.head_dim
+        q = self.query(x).view(batch, length, -1, dim).transpose(1, 2)
+        k = self.key(context).view(batch, context.shape[1], -1, dim).transpose(1, 2)
+        v = self.value(context).view(batch, context.shape[1], -1, dim).transpose(1, 2)
+        return q, k, v
 
     def _check(self, name: str, x: Tensor, width: Literal["embed_dim", "context_dim"]) -> None:
         if not isinstance(x, Tensor):

@@ -229,19 +229,18 @@ class NearFarAttention:
         window: tokens on each side, one's own included, that are attended to exactly; 0: none.
         sinks: number of first visible tokens that are attended to exactly.
         scale: of q . k; None: that of the call.
-        dropout: share of the near weights that is dropped.
     """
 
-    def __init__(self, method: str, *, window: int, sinks: int, scale: float | None, dropout: float = 0.0) -> None:
-        self.method, self.window, self.sinks, self.scale, self.dropout = method, window, sinks, scale, dropout
+    def __init__(self, method: str, *, window: int, sinks: int, scale: float | None) -> None:
+        self.method, self.window, self.sinks, self.scale = method, window, sinks, scale
 
     def scale_of(self, scale: float) -> float:
         """The scale of the near scores in a call of this scale."""
         return scale if self.scale is None else self.scale
 
-    def not_plain(self) -> str | None:
-        """What the algorithm for accelerators does not cover; None where it covers all."""
-        return f"attention_dropout={self.dropout:g}" if self.dropout else None
+    def not_plain(self, call: Call) -> str | None:
+        """Name the part of a call that the algorithm for accelerators does not cover, or return None."""
+        return f"attention_dropout={call.dropout:g}" if call.dropout else None
 
     def attend(self, call: Call, far: Far | None, *, plain: bool = False) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         """Attend to all keys of a call, and in a stream to those before them.
@@ -328,7 +327,7 @@ class NearFarAttention:
                 far_mask=far_mask,
                 sinks=sinks or (),
                 bias=() if call.bias is None else self._bias(call.bias, call.is_causal),
-                seed=torch.randint(1 << 62, ()) if self.dropout else None,
+                seed=torch.randint(1 << 62, ()) if call.dropout else None,
                 tensors=() if far is None else far.tensors,
                 beta=None if far is None else far.beta,
                 state=sums or (),
@@ -339,7 +338,7 @@ class NearFarAttention:
                 is_causal=call.is_causal,
                 window=self.window,
                 offset=offset,
-                dropout=self.dropout,
+                dropout=call.dropout,
                 own_sinks=sinks is not None and sums is None and call.key.shape[2] > 0,
             ),
             plain=plain,
@@ -396,7 +395,7 @@ class NearFarAttention:
 
     def step(self, call: Call, far: Far | None) -> tuple[Tensor, tuple[Tensor, ...], Known | None]:
         """Attend with one token; also returns what is known of the stream after it."""
-        if call.state is None or self.dropout:
+        if call.state is None or call.dropout:
             out, after = self.attend(call, far)
             assert after is not None
             return out, after, None
