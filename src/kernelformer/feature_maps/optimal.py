@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernelformer.contract import PositiveSpec, Role, compute_dtype
 from kernelformer.errors import flag, positive_int
-from kernelformer.feature_maps.projection import DENSE
+from kernelformer.feature_maps.exponential import DENSE
 from kernelformer.feature_maps.statistics import CalibratedMap, Statistics
 
 

@@ -14,7 +14,7 @@ from kernelformer.contract import PositiveChunks, PositiveSpec, Role, intern_for
 from kernelformer.errors import choice, flag, positive_int
 from kernelformer.feature_maps.base import FIRST, FeatureMap, parameter
 from kernelformer.feature_maps.draws import draw_frequencies, generator
-from kernelformer.feature_maps.projection import AffineChunks, Dense
+from kernelformer.feature_maps.exponential import AffineChunks, Dense
 from kernelformer.feature_maps.statistics import CalibratedMap, Statistics
 
 
