@@ -18,25 +18,72 @@ from kernelformer.contract import compute_dtype, no_autocast, within_transforms
 from kernelformer.errors import flag, positive_int, shape
 from kernelformer.modules.bias import check_bias, check_step_bias
 from kernelformer.modules.calibration import Calibrated
-from kernelformer.modules.checks import (
-    Call,
-    cannot_stream,
-    check_gate,
-    check_inputs,
-    check_mask,
-    check_memory,
-    check_scale,
-    check_step,
-    check_stream,
-)
+from kernelformer.modules.checks import Call, check_mask, check_scale, config_mismatch
 from kernelformer.modules.context import ACTIVE, needs_whole
 from kernelformer.modules.packed import attend_packed, check_packed, enter_segment, last_id
 from kernelformer.modules.split import attend_split
-from kernelformer.modules.split_cores import CoreSplit
 from kernelformer.modules.window import check_export
 
 # Arguments of `AttentionCore.forward` that say something of a bias, where they say nothing.
 NOTHING_KNOWN: dict[str, Any] = {"algorithm": None, "max_distance": None, "slope": None, "num_prefix": 0}
+
+
+def check_floats(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Check that queries, keys and values are floating point tensors."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(x).__name__}; convert it with torch.as_tensor().")
+        if not x.is_floating_point():
+            raise ValueError(f"{name} must be a floating point tensor, got {x.dtype}; convert it with .float().")
+
+
+def check_inputs(call: Call, *, head_dim: int, num_heads: int) -> Call:
+    """Check that types, shapes, dtypes and devices fit each other and the core; under autocast convert to its dtype."""
+    check_floats(call.query, call.key, call.value)
+    kind = call.query.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        query, key, value = (x if x.dtype == torch.float64 else x.to(dtype) for x in (call.query, call.key, call.value))
+        call = replace(call, query=query, key=key, value=value)
+    query, key, value = call.query, call.key, call.value
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} must be (batch, heads, length, head_dim), got shape {shape(x)}.")
+    if not (query.dtype == key.dtype == value.dtype):
+        raise ValueError(
+            f"query, key and value must have one dtype, got {query.dtype}, {key.dtype} and {value.dtype}; "
+            f"convert with .to()."
+        )
+    if not (query.device == key.device == value.device):
+        raise ValueError(
+            f"query, key and value must be on one device, got {query.device}, {key.device} and {value.device}."
+        )
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(
+            f"query and key must have the same head dimension, got {query.shape[-1]} and {key.shape[-1]} "
+            f"(shapes {shape(query)} and {shape(key)})."
+        )
+    for name, built, got in (("head_dim", head_dim, query.shape[-1]), ("num_heads", num_heads, query.shape[1])):
+        if built != got:
+            raise ValueError(
+                f"this core was built with {name}={built}, got queries of shape {shape(query)}; "
+                f"build it with {name}={got}."
+            )
+    if key.shape[:3] != value.shape[:3]:
+        raise ValueError(
+            f"key and value must have the same batch, heads and length, got shapes {shape(key)} and {shape(value)}."
+        )
+    if query.shape[0] != key.shape[0]:
+        raise ValueError(
+            f"query and key must have the same batch size, got {query.shape[0]} and {key.shape[0]} "
+            f"(shapes {shape(query)} and {shape(key)})."
+        )
+    if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+        raise ValueError(
+            f"the number of key heads must divide that of query heads, got {key.shape[1]} and {query.shape[1]} "
+            f"(shapes {shape(key)} and {shape(query)})."
+        )
+    return call
 
 
 class AttentionCore(Calibrated):
@@ -53,7 +100,7 @@ class AttentionCore(Calibrated):
         normalize_qk: divide queries and keys by their L2 norm first (NPRF with RPE, Sec. 3.2).
     """
 
-    splits: type[CoreSplit] | None = None  # how it attends over ranks; None: it cannot
+    splits = False  # whether it attends over ranks
     takes_gate = False
     takes_bias = False
     takes_segments = True
@@ -175,7 +222,7 @@ class AttentionCore(Calibrated):
         if streams:
             self._check_stream(call)
         if call.gate is not None:
-            self._check_gate(call)
+            self._check_gate(call.gate, call.key)
         if call.segment_ids is not None or call.state is not None:
             check_packed(self, call)
         problem = self.refusal(call.is_causal)
@@ -243,14 +290,19 @@ class AttentionCore(Calibrated):
         if not call.fits or not isinstance(state, State) or state.fits != call.fits:
             self._check_can_stream(call, "step")
             call = self._accept(call)
-            check_step(call.query, call.key)
+            if call.query.shape[2] != 1 or call.key.shape[2] != 1:
+                raise ValueError(
+                    f"step takes one token, got {call.query.shape[2]} queries and {call.key.shape[2]} keys (shapes "
+                    f"{shape(call.query)} and {shape(call.key)}); for more, call the core with is_causal=True, "
+                    f"state=... and return_state=True."
+                )
             if bias is not None:
                 call = replace(call, bias=check_step_bias(bias, slope, self.num_heads))
             self._check_stream(call)
         elif bias is not None:  # its numbers may be others than those of the step before
             call = replace(call, bias=check_step_bias(bias, slope, self.num_heads))
         if call.gate is not None:
-            self._check_gate(call)
+            self._check_gate(call.gate, call.key)
         if segment_ids is not None or (state is not None and state.last_id is not None):
             check_packed(self, call)
         if segment_ids is None:
@@ -284,7 +336,15 @@ class AttentionCore(Calibrated):
         return (("method", self.method),)
 
     def _check_memory(self, memory: State) -> None:
-        check_memory(memory, self.method, dict(self._maker()))
+        """Check that a memory comes from `remember` of a core with these settings."""
+        made = dict(memory.made_by) if isinstance(memory, State) else {}
+        if "remembers" not in made:
+            given = f"a state of {made['method']!r}" if made else type(memory).__name__
+            raise ValueError(f"recall needs what remember of this {self.method!r} core returned, got {given}.")
+        del made["remembers"]
+        problem = config_mismatch(made, dict(self._maker()))
+        if problem:
+            raise ValueError(f"{problem}; remember the context again.")
 
     def refusal(self, causal: bool) -> ValueError | None:
         """Return the error for this causality, before any input is there, or None."""
@@ -358,7 +418,10 @@ class AttentionCore(Calibrated):
 
     def _stream_refusal(self, what: str) -> ValueError | None:
         """Return the error for a stream, where ``what`` asks for one, or None."""
-        return cannot_stream(self.method, what)
+        return ValueError(
+            f"{self.method!r} cannot stream, but {what} was asked for: its state would grow with the context. Use a "
+            f"method with a feature map, such as 'favor+', or keep keys and values and call the core with all of them."
+        )
 
     def _misfit(self, call: Call, state: State) -> str | None:
         """Describe how a state does not fit a call, or return None."""
@@ -418,14 +481,35 @@ class AttentionCore(Calibrated):
 
     def _check_stream(self, call: Call) -> None:
         """Raise a ValueError where a call cannot be part of a stream, or not of that which its state comes from."""
-        check_stream(call.query, call.key, call.is_causal)
+        if not call.is_causal:
+            raise ValueError("a state needs is_causal=True, got is_causal=False: without causality nothing is past.")
+        if call.query.shape[2] != call.key.shape[2]:
+            raise ValueError(
+                f"with a state queries and keys are the same tokens, got {call.query.shape[2]} queries and "
+                f"{call.key.shape[2]} keys."
+            )
         problem = None if call.state is None else self._misfit(call, call.state)
         if problem is not None:
             raise ValueError(f"{problem}; start anew with state=None.")
 
-    def _check_gate(self, call: Call) -> None:
-        assert call.gate is not None
-        check_gate(call.gate, call.key, self.num_heads, None if self.takes_gate else self.method)
+    def _check_gate(self, gate: Tensor, key: Tensor) -> None:
+        """Check that a gate is a floating point tensor (B, H, S), for keys (B, G, S, D)."""
+        if not self.takes_gate:
+            given = f"one of shape {shape(gate)}" if isinstance(gate, Tensor) else repr(gate)
+            raise ValueError(f"{self.method!r} takes no gate, got {given}; use 'rfa-gate'.")
+        if not isinstance(gate, Tensor):
+            raise ValueError(f"gate must be a tensor, got {type(gate).__name__}; convert it with torch.as_tensor().")
+        if not gate.is_floating_point():
+            raise ValueError(
+                f"gate must be a floating point tensor in (0, 1), got {gate.dtype}; convert it with .float()."
+            )
+        size = (key.shape[0], self.num_heads, key.shape[2])
+        if gate.shape != size:
+            raise ValueError(
+                f"gate must be (batch, heads, length) = {size}, got {shape(gate)}; one gate per query head and token."
+            )
+        if gate.device != key.device:
+            raise ValueError(f"gate must be on the device of the keys, got {gate.device} and {key.device}.")
 
     def _check_takes_bias(self, bias: Tensor) -> None:
         if not self.takes_bias:

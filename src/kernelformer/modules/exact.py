@@ -19,7 +19,6 @@ from kernelformer.kernels import gaussian_kernel
 from kernelformer.modules.bias import biased_sdpa, empty_attention
 from kernelformer.modules.checks import Bias, Call, config_mismatch, tensor_mismatch
 from kernelformer.modules.core import AttentionCore
-from kernelformer.modules.split_cores import LocalSplit
 from kernelformer.modules.window import NearFarAttention, Stream
 
 
@@ -298,7 +297,7 @@ class LocalCore(AttentionCore):
     The others are those of `AttentionCore`.
     """
 
-    splits = LocalSplit
+    splits = True
     takes_bias = True
     has_near = True
     takes_dropout = True

@@ -69,7 +69,7 @@ class GatedCore(KernelCore):
     Cost: as causal attention.
     """
 
-    splits = None  # sums that forget are not merged by their masses alone
+    splits = False  # sums that forget are not merged by their masses alone
     takes_gate = True
     export_refusal = "forgets by a loop over stretches of the sequence"
     takes_bias = False

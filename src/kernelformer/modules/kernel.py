@@ -22,7 +22,6 @@ from kernelformer.modules.bias import FADES, NEAR, BiasedAttention, bias_not_pla
 from kernelformer.modules.checks import Call, check_near, check_scale, config_mismatch, tensor_mismatch
 from kernelformer.modules.context import needs_whole
 from kernelformer.modules.core import AttentionCore
-from kernelformer.modules.split_cores import CoreSplit, KernelSplit
 from kernelformer.modules.window import Far, NearFarAttention
 
 
@@ -52,7 +51,7 @@ class KernelCore(AttentionCore):
     # The map's tensors of the last stream: parameters as they are, or what follows from them. They are here and not in
     # the states, of which there may be many.
     _prepared: Prepared | None = None
-    splits: type[CoreSplit] | None = KernelSplit
+    splits = True
     takes_loops = True
     takes_bias = True
     causal_way = "landmarks='learned'"  # what to use instead of landmarks that see the whole sequence

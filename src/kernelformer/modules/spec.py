@@ -18,8 +18,8 @@ from kernelformer.contract import compute_dtype
 from kernelformer.errors import integer, positive_int, shape, unknown
 from kernelformer.files import check_limit
 from kernelformer.lazy import LAYERS
-from kernelformer.modules.checks import check_floats, check_near, no_weights
-from kernelformer.modules.core import AttentionCore
+from kernelformer.modules.checks import check_near, no_weights
+from kernelformer.modules.core import AttentionCore, check_floats
 from kernelformer.modules.methods import DRAWN, METHODS, SIZE, find_method
 from kernelformer.modules.positions import RelativePositions, RotaryPositions
 

@@ -1,42 +1,47 @@
 """Attention over a sequence that is split over ranks: what goes around, and the call that is left to each rank.
 
-    1. signatures: a few integers, so that calls that differ are an error on every rank and never a hang;
-       with sinks under a mask, or with packed sequences, also where they are
-    2. the exchange: sums of far tokens and the near ones themselves (`split_cores`)
-    3. the rank's own tokens, as any stream goes on from a state: causal attention from that of the ranks before, the
-       bidirectional one with a state on each side
-
-What a core asks of the other ranks, and how it attends to what came, is its `CoreSplit`.
+1. signatures: a few integers, so that calls that differ are an error on every rank and never a hang;
+   with sinks under a mask, or with packed sequences, also where they are
+2. the exchange: sums of far tokens and the near ones themselves (`split_cores`)
+3. the rank's own tokens, as any stream goes on from a state: causal attention from that of the ranks before, the
+   bidirectional one with a state on each side
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernelformer.attention import State
+from kernelformer.attention.dispatch import read_sums
+from kernelformer.attention.near import Sinks
 from kernelformer.attention.ranks import Ranks, RanksError
+from kernelformer.attention.relative.call import RelativeCall
+from kernelformer.attention.relative.operator import relative_attention
+from kernelformer.contract import compute_dtype, no_autocast
 from kernelformer.modules.checks import Call
 from kernelformer.modules.packed import NO_ID, Segments, attend_apart, attend_packed
 from kernelformer.modules.split_cores import (
-    SHORT,
+    ExchangePlan,
     Message,
     Neighbour,
     Segment,
-    first_places,
+    around,
     first_sinks,
     incoming,
     no_sums,
     outgoing,
     sums_both_ways,
+    sums_of_state,
     sums_one_way,
 )
+from kernelformer.modules.window import NO_SINK, Far, Stream
 
 if TYPE_CHECKING:
     from kernelformer.modules.core import AttentionCore
@@ -270,22 +275,50 @@ def attend_split(core: AttentionCore, make_call: Callable[[], Call], ranks: Rank
     return out.to(call.query.dtype), after
 
 
-def _refusal(core: AttentionCore, call: Call) -> ValueError | None:
+def _refusal(core: Any, call: Call) -> ValueError | None:
     """Return the error for a call that a core cannot make over ranks, or None."""
-    if core.splits is None:
+    phi, bias = getattr(core, "feature_map", None), call.bias
+    if not core.splits:
         return ValueError(
             f"{core.method!r} has no state of constant size that ranks could exchange, and the sequence is split over "
             f"them; use a method with a feature map such as 'favor+', or 'local'."
         )
     if call.state is not None:
         return ValueError("a split sequence starts at its first rank, got a state; give all of its tokens in one call.")
-    return core.splits.refusal(core, call)
+    if phi is not None and phi.sees_sequence:
+        return ValueError(
+            f"{core.method!r} takes its landmarks from the whole sequence, which is on several ranks; use "
+            f"{core.causal_way}, or a method such as 'favor+'."
+        )
+    if phi is not None and phi.aligns:
+        return ValueError(
+            f"{core.method!r} with align=True moves keys by a mean over the whole sequence, which is on several "
+            f"ranks; build it with align=False."
+        )
+    if bias is not None and (bias.layout.rows or bias.window is None):
+        what = "a bias on a grid" if bias.layout.rows else "a bias of which no max_distance is known"
+        return ValueError(
+            f"{what} needs all keys of {core.method!r} one by one, and they are on several ranks; give positions "
+            f"with max_distance=..., or scheme='alibi'."
+        )
+    if call.algorithm == "plain":
+        return ValueError("algorithm='plain' is for one process; leave it out, or take 'chunked'.")
+    if bias is not None and bias.algorithm not in (None, "windowed"):
+        return ValueError(f"algorithm={bias.algorithm!r} is for one process; leave it out, or take 'windowed'.")
+    return None
 
 
 class _Split:
-    """One call on this rank, with the signatures of all."""
+    """One call of a core on this rank.
 
-    def __init__(self, core: AttentionCore, call: Call, ranks: Ranks, every: list[CallSignature]) -> None:
+    Args:
+        core: the method.
+        call: checked, with the tokens of this rank.
+        ranks: the group.
+        every: signatures of all ranks.
+    """
+
+    def __init__(self, core: Any, call: Call, ranks: Ranks, every: list[CallSignature]) -> None:
         self.core, self.ranks, self.rank = core, ranks, ranks.rank
         for rank, x in enumerate(every):
             if call.is_causal and x.queries != x.keys:
@@ -301,16 +334,45 @@ class _Split:
                 f"a window, sinks or a bias count tokens along one sequence, but queries begin at {queries[:-1]} and "
                 f"keys at {self.starts[:-1]} on the {ranks.size} ranks; give every rank as many keys as queries."
             )
-        assert core.splits is not None
-        tokens = (queries[-1], self.starts[-1])
-        # Normalized already: what goes around is what the sums see.
-        self.own = core.splits(core, core._normalized(call), tokens, self.starts[self.rank])
-        self.call, self.plan = self.own.call, self.own.plan
+        call = core._normalized(call)  # what goes around is what the sums see
+        if call.bias is not None:
+            # Tokens before this rank's: all where packed rows count positions, else those that are one by one.
+            start, is_packed = self.starts[self.rank], call.segment_ids is not None
+            past = start if core.has_near and is_packed else min(call.bias.window or 0, start)
+            later = max(0, self.starts[-1] - start - call.key.shape[2])
+            bias = around(call.bias, call, core, (queries[-1], self.starts[-1]), past, later)
+            call = replace(call, bias=bias)
+        self.call = call
+        self.far: Far | None = None
+        with no_autocast(call.query.device.type):
+            self.plan = self._plan().in_pieces()
         self.edges = EdgeSegments(self.call, self.plan.sinks, ranks, any(x.masked for x in every))
-        length, reach = call.key.shape[2], self.plan.reach
-        places = [reach, length - reach]
-        places += [first_places(self.plan, x)[0] for x in self.edges.segments] if self.plan.sinks else []
-        self.plan = self.plan.cut(x for x in places if x <= SHORT or x == length - reach)
+
+    def _plan(self) -> ExchangePlan:
+        core, call, bias, near = self.core, self.call, self.call.bias, self.core.near
+        phi = getattr(core, "feature_map", None)
+        if phi is None:
+            return ExchangePlan(call.key, call.value, reach=near.window, sinks=near.sinks)
+        tensors, spec = core.map_tensors(call), phi.spec_id
+        if near is not None:
+            whole, far = core._with_far(call, tensors)
+            key, value, spec, self.far = whole.key, whole.value, far.spec, far
+        elif bias is None:
+            key, value = core._per_map_head(call.key, call.value)
+        else:
+            key, value, spec = core.biased.per_head(call.key), core.biased.per_head(call.value), phi.spread_spec_id
+        return ExchangePlan(
+            key,
+            value,
+            reach=near.window if near is not None else 0 if bias is None else bias.window or 0,
+            sinks=0 if near is None else near.sinks,
+            spec=spec,
+            tensors=tensors,
+            scale=call.scale,
+            normalize=core.normalize,
+            parts=near is not None,
+            slope=None if bias is None else bias.slope,
+        )
 
     def attend(self) -> tuple[Tensor, State | None]:
         """Exchange, then attend to one's own tokens and what came of the others."""
@@ -335,7 +397,8 @@ class _Split:
         sums = no_sums(self.plan) if is_last else sums_one_way(self.plan, segment, False)
         (message,) = self._exchange([outgoing(self.plan, segment, sums, False)])
         left = incoming(self.plan, message, links, self.ranks, self.starts, mirror=False)
-        at_once = call.segment_ids is None and not call.streams and self.own.goes_on()
+        # With near tokens that takes less time than a state, since no mask has to be made where nothing is hidden.
+        at_once = call.segment_ids is None and not call.streams and self.core.has_near
         sinks = None
         if self.plan.sinks:  # a stream finds its own ones itself
             valid, position = edges.first_visible(LAST, self.starts)
@@ -344,8 +407,8 @@ class _Split:
         if at_once:
             key, value, mask = left.tokens
             nothing = Neighbour([], (key[:, :, :0], value[:, :, :0], mask[:, :0]))
-            return self.own.between(call, [], (left, nothing), sinks), None
-        state = self.own.state(left, sinks)
+            return self._attend(call, [], (left, nothing), sinks), None
+        state = self._state(left, sinks)
         if call.segment_ids is None:
             out, after = self.core._attend_alone(replace(call, state=state))
         else:
@@ -407,4 +470,64 @@ class _Split:
         alone = self.call
         if alone.segment_ids is not None:
             alone = replace(alone, segment_ids=None, key_mask=edges.segments[which].mask)
-        return self.own.between(alone, own, (before, after), sinks)
+        return self._attend(alone, own, (before, after), sinks)
+
+    def _state(self, left: Neighbour, sinks: Sinks | None) -> State:
+        """Return the state before this rank's tokens."""
+        core, call, near, start = self.core, self.call, self.core.near, self.starts[self.rank]
+        made_by = core._made_by(call.scale)
+        if near is not None:
+            if sinks is not None:
+                sinks = sinks._replace(position=sinks.position.masked_fill(~sinks.visible, NO_SINK))
+            tensors = Stream(left.sums, left.tokens, sinks, start).tensors()
+            return State(tensors, start, made_by + near.made_by(call))
+        if call.bias is None:
+            return State(tuple(left.sums), start, made_by)
+        sums, mask = sums_of_state(left.sums, self.plan.positive), left.tokens[2]
+        return State((*sums, *left.tokens), mask.shape[1], made_by + core.biased.made_by(call))
+
+    def _attend(
+        self, call: Call, own: Sequence[Tensor], neighbours: tuple[Neighbour, Neighbour], sinks: Sinks | None
+    ) -> Tensor:
+        """Attend to the keys of a call and of both neighbours, whose sums in the middle are ``own``: (B, H, L, E)."""
+        plan, near, bias, (before, after) = self.plan, self.core.near, call.bias, neighbours
+        with no_autocast(call.query.device.type):
+            if near is None and bias is None:
+                how: dict[str, Any] = {"spec": plan.spec, "tensors": plan.tensors, "scale": plan.scale}
+                state = plan.merged([before.sums, own, after.sums])
+                return read_sums(call.query, state, normalize=plan.normalize, **how)
+            dtype = compute_dtype(call.query.dtype)
+            key, value = (
+                torch.cat([x, y.to(dtype), z], 2)
+                for x, y, z in zip(before.tokens[:2], (plan.key, plan.value), after.tokens[:2], strict=True)
+            )
+            mask, left, right = call.key_mask, before.tokens[2], after.tokens[2]
+            if mask is not None or not bool(left.all() & right.all()):
+                mask = left.new_ones(key.shape[0], call.key.shape[2]) if mask is None else mask
+                mask = torch.cat([left, mask, right], 1)
+            whole = replace(call, query=call.query.to(dtype), key=key, value=value, key_mask=mask)
+            if near is not None:
+                offset = left.shape[1]
+                if sinks is not None:
+                    sinks = sinks._replace(position=sinks.position - (self.starts[self.rank] - offset))
+                # Without a window the first key on the right is one away, not none.
+                later = after.sums if near.window else plan.fade(after.sums, -1)
+                out: Tensor = near.run(whole, self.far, sinks, before.sums, offset, later)[0]
+                return out
+            assert bias is not None
+            relative = RelativeCall(
+                query=whole.query,
+                key=key,
+                value=value,
+                bias=bias.table,
+                spec=plan.spec,
+                tensors=plan.tensors,
+                scale=plan.scale,
+                layout=bias.layout,
+                key_mask=mask,
+                window=bias.window,
+                slope=bias.slope,
+                state=sums_of_state(before.sums, plan.positive),
+                right_state=sums_of_state(after.sums, plan.positive),
+            )
+            return relative_attention(relative)[0]
