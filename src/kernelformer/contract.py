@@ -297,14 +297,10 @@ def wide_dtype(x: Tensor) -> torch.dtype:
     return x.dtype if x.device.type == "mps" else torch.float64
 
 
-def autocasts(device_type: str) -> bool:
-    """Return True if autocast is on; the meta device has none."""
-    return device_type != "meta" and torch.is_autocast_enabled(device_type)
-
-
 def no_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Disable autocast, so that sums keep their precision; only where it is on, since entering costs time."""
-    return torch.autocast(device_type, enabled=False) if autocasts(device_type) else nullcontext()
+    is_on = device_type != "meta" and torch.is_autocast_enabled(device_type)  # the meta device has none
+    return torch.autocast(device_type, enabled=False) if is_on else nullcontext()
 
 
 def no_tangents(**inputs: Tensor | Sequence[Tensor] | None) -> None:

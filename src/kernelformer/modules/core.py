@@ -22,7 +22,6 @@ from kernelformer.modules.checks import Call, check_mask, check_scale, config_mi
 from kernelformer.modules.context import ACTIVE, needs_whole
 from kernelformer.modules.packed import attend_packed, check_packed, enter_segment, last_id
 from kernelformer.modules.split import attend_split
-from kernelformer.modules.window import check_export
 
 # Arguments of `AttentionCore.forward` that say something of a bias, where they say nothing.
 NOTHING_KNOWN: dict[str, Any] = {"algorithm": None, "max_distance": None, "slope": None, "num_prefix": 0}
@@ -395,7 +394,7 @@ class AttentionCore(Calibrated):
     ) -> tuple[Tensor, State | None]:
         """Attend with one sequence a row, by `_attend` or by `_step`, in the precision of the arithmetic."""
         if torch.compiler.is_exporting():
-            check_export(self, call)
+            self._check_export(call)
         dtype, attend = call.query.dtype, attend or self._attend
         if self.normalize_qk and not self._normalizes_itself(call):
             call = self._normalized(call)
@@ -405,6 +404,19 @@ class AttentionCore(Calibrated):
             else:
                 out, after = within_transforms(self.method, attend, call)
         return out if out.dtype == dtype else out.to(dtype), after
+
+    def _check_export(self, call: Call) -> None:
+        """Raise a ValueError where `torch.export` traces a call of any length, or a step, that it cannot."""
+        if call.state is None and not isinstance(call.query.shape[2], torch.SymInt):
+            return
+        reason = self.export_refusal
+        if not reason and call.bias is not None:
+            reason = "attends with a relative position bias, whose table is as long as the sequence"
+        if reason:
+            raise ValueError(
+                f"{self.method!r} {reason}: it cannot be exported with a dynamic length. Use a method such as 'favor+' "
+                f"or 'loglinear' without a bias, or export the graph for one length."
+            )
 
     def _forget(self, state: State, samples: Tensor) -> State:
         """The state as if some samples, (B) bool, had seen nothing yet; its length, and what distances are, stay."""

@@ -15,7 +15,7 @@ from kernelformer.attention.dispatch import attend, takes_plain
 from kernelformer.attention.families import engine_class
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.state import MadeBy, Prepared
-from kernelformer.contract import autocasts, compute_dtype, no_autocast
+from kernelformer.contract import compute_dtype, no_autocast
 from kernelformer.errors import choice, flag, fraction, integer, positive_int
 from kernelformer.feature_maps import FeatureMap
 from kernelformer.modules.bias import FADES, NEAR, BiasedAttention, bias_not_plain
@@ -90,7 +90,8 @@ class KernelCore(AttentionCore):
         self.takes_bias = self.takes_bias and self.normalize
         self.takes_dropout, self.takes_segments, self.mixes_queries = bool(near), not whole, whole
         self.export_refusal = self.export_refusal or ("takes its landmarks from the tokens" if whole else "")
-        self.map_heads = feature_map.num_key_heads
+        # Key heads with maps of their own, and how many heads a state has at least.
+        self.map_heads, self.state_heads = feature_map.num_key_heads, feature_map.heads
 
     @property
     def feature_map(self) -> FeatureMap:
@@ -179,7 +180,7 @@ class KernelCore(AttentionCore):
     def _with_far(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Call, Far]:
         """A call with keys for each head of the sums, and its far part."""
         phi, by_query = self.feature_map, call.bias is not None and self._by_query_head(call)
-        heads = self.num_heads if by_query else self._key_heads(call.key)
+        heads = self.num_heads if by_query else max(call.key.shape[1], self.state_heads)
         repeats = heads // call.key.shape[1]
         if repeats > 1:
             key, value = (x.repeat_interleave(repeats, 1) for x in (call.key, call.value))
@@ -296,7 +297,8 @@ class KernelCore(AttentionCore):
     def _fits(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[object, ...]:
         if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
             return ()
-        if torch.compiler.is_compiling() or autocasts(query.device.type):
+        device = query.device.type
+        if torch.compiler.is_compiling() or (device != "meta" and torch.is_autocast_enabled(device)):
             return ()
         kinds = (query.dtype, key.dtype, value.dtype, query.device, key.device, value.device)
         own = (self.normalize, self.normalize_qk, self.window, self.sinks, self.near_scale)
@@ -305,13 +307,9 @@ class KernelCore(AttentionCore):
     def _normalizes_itself(self, call: Call) -> bool:
         return call.bias is not None and self.near is None and not call.in_stream and self.biased.normalize_qk
 
-    def _key_heads(self, key: Tensor) -> int:
-        """Heads of the state: those of the keys, or those of a map that differs from head to head."""
-        return max(key.shape[1], self.feature_map.heads)
-
     def _per_map_head(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Repeat grouped keys and values for each head of the map: a map per query head sees them anew."""
-        heads = self._key_heads(key)
+        heads = max(key.shape[1], self.state_heads)
         if key.shape[1] != heads:
             key = key.repeat_interleave(heads // key.shape[1], 1)
         if value.shape[1] != heads:  # aligned keys are repeated already
@@ -322,7 +320,7 @@ class KernelCore(AttentionCore):
         """The tensors of the state before a call; those of no tokens where it has none."""
         if call.state is not None:
             return call.state.tensors
-        lead = (call.key.shape[0], self._key_heads(call.key))
+        lead = (call.key.shape[0], max(call.key.shape[1], self.state_heads))
         engine = engine_class(self.feature_map.spec)
         return tuple(engine.empty(lead, self.feature_dim, call.value.shape[-1], call.value))
 
@@ -377,7 +375,7 @@ class KernelCore(AttentionCore):
         else:
             main = state.tensors[1]
             by_query = call.bias is not None and self._by_query_head(call)
-            heads = self.num_heads if by_query else self._key_heads(call.key)
+            heads = self.num_heads if by_query else max(call.key.shape[1], self.state_heads)
             needed = (call.key.shape[0], heads, self.feature_dim, call.value.shape[-1])
         return tensor_mismatch(main, needed, call.query)
 

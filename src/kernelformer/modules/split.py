@@ -479,7 +479,7 @@ class _Split:
         if near is not None:
             if sinks is not None:
                 sinks = sinks._replace(position=sinks.position.masked_fill(~sinks.visible, NO_SINK))
-            tensors = Stream(left.sums, left.tokens, sinks, start).tensors()
+            tensors = Stream(left.sums, left.tokens, sinks).tensors()
             return State(tensors, start, made_by + near.made_by(call))
         if call.bias is None:
             return State(tuple(left.sums), start, made_by)
