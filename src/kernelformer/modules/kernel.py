@@ -371,7 +371,8 @@ class KernelCore(AttentionCore):
         if problem:
             return problem
         if biased:
-            main, needed = self.biased.values_of(call, state)
+            main = state.tensors[-2]
+            needed = (call.key.shape[0], self.num_heads, main.shape[2], call.value.shape[-1])
         else:
             main = state.tensors[1]
             by_query = call.bias is not None and self._by_query_head(call)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -143,43 +143,12 @@ def _check_order(ids: Tensor) -> None:
         last = (rank, end)
 
 
-class CallSignature(NamedTuple):
-    """Numbers that ranks compare before they exchange anything; all but the last three have to agree."""
-
-    batch: int
-    query_heads: int
-    key_heads: int
-    head_dim: int
-    value_dim: int
-    method: int
-    seed: int
-    draw: int
-    dtype: int
-    causality: int
-    bias: int
-    segment_ids: int
-    gradients: int
-    returned_state: int
-    weights: int
-    queries: int
-    keys: int
-    masked: int
-
-
-FREE = 3  # of them may differ
-CODED = ("method", "dtype", "bias", "weights")  # numbers that say nothing
-NAMES = {name: name.replace("_", " ") for name in CallSignature._fields} | {
-    "batch": "the number of samples",
-    "method": "the method or its settings",
-    "seed": "the seed of their features",
-    "draw": "the number of their draw",
-    "gradients": "whether keys and values need gradients",
-    "causality": "is_causal",
-    "returned_state": "return_state",
-    "segment_ids": "whether segment_ids are given",
-    "bias": "the bias, its max_distance or its slope",
-    "weights": "the weights of their kernels",
-}
+Signature = dict[str, int]  # numbers that ranks compare before they exchange anything, by name
+FREE = ("queries", "keys", "masked")  # of them may differ between ranks
+METHOD, WEIGHTS = "the method or its settings", "the weights of their kernels"
+BIAS = "the bias, its max_distance or its slope"
+CODED = (METHOD, BIAS, WEIGHTS, "dtype")  # numbers that say nothing, so that a message leaves them out
+GRADIENTS = "whether keys and values need gradients"
 
 
 # Floating point types by integers of the same size.
@@ -196,7 +165,7 @@ def _digest(*values: object) -> int:
     return int.from_bytes(blake2b(repr(values).encode(), digest_size=7).digest(), "little")
 
 
-def _signature(core: AttentionCore, call: Call, is_checked: bool) -> CallSignature:
+def _signature(core: AttentionCore, call: Call, is_checked: bool) -> Signature:
     q, k, v, bias = call.query, call.key, call.value, call.bias
     settings = dict(getattr(getattr(core, "feature_map", None), "identity", {}))
     seed, draw = (int(settings.pop(name, 0)) for name in ("seed", "draw number"))
@@ -206,22 +175,26 @@ def _signature(core: AttentionCore, call: Call, is_checked: bool) -> CallSignatu
         x.requires_grad for x in (k, v, *core.parameters(), *(() if bias is None else (bias.table,)))
     )
     table = () if bias is None else (tuple(bias.table.shape), bias.window, _checksum(bias.table, bias.slope))
-    return CallSignature(
-        *(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3]),
-        method=_digest(core.method, settings, call.scale),
-        seed=seed,
-        draw=draw,
-        dtype=_digest(q.dtype),
-        causality=int(call.is_causal),
-        bias=_digest(table),
-        segment_ids=int(call.segment_ids is not None),
-        gradients=int(needs),
-        returned_state=int(call.streams),
-        weights=0 if is_checked else _checksum(*core.parameters(), *core.buffers()),
-        queries=q.shape[2],
-        keys=k.shape[2],
-        masked=int(call.key_mask is not None),
-    )
+    return {
+        "the number of samples": q.shape[0],
+        "query heads": q.shape[1],
+        "key heads": k.shape[1],
+        "head dim": q.shape[3],
+        "value dim": v.shape[3],
+        METHOD: _digest(core.method, settings, call.scale),
+        "the seed of their features": seed,
+        "the number of their draw": draw,
+        "dtype": _digest(q.dtype),
+        "is_causal": int(call.is_causal),
+        BIAS: _digest(table),
+        "whether segment_ids are given": int(call.segment_ids is not None),
+        GRADIENTS: int(needs),
+        "return_state": int(call.streams),
+        WEIGHTS: 0 if is_checked else _checksum(*core.parameters(), *core.buffers()),
+        "queries": q.shape[2],
+        "keys": k.shape[2],
+        "masked": int(call.key_mask is not None),
+    }
 
 
 def _checksum(*tensors: Tensor | None) -> int:
@@ -233,19 +206,16 @@ def _checksum(*tensors: Tensor | None) -> int:
     return total % (1 << 62)
 
 
-def _agree(ranks: Ranks, signature: CallSignature | None, problem: Exception | None) -> list[CallSignature]:
-    """Exchange the signatures of all ranks; raises an error on every rank where they differ."""
-    every = [CallSignature(*x) for x in ranks.meet("attention", signature or [0] * len(CallSignature._fields), problem)]
-    for name in CallSignature._fields[:-FREE]:
-        values = [getattr(x, name) for x in every]
-        for rank, value in enumerate(values):
-            if value != values[0]:
-                what = NAMES[name] + ("" if name in CODED else f": {values[0]} and {value}")
+def _agree(ranks: Ranks, every: Sequence[Signature]) -> None:
+    """Raise an error, on every rank, where the signatures of all of them differ."""
+    for name, value in every[0].items():
+        for rank, other in enumerate(x[name] for x in every):
+            if other != value and name not in FREE:
+                what = name + ("" if name in CODED else f": {value} and {other}")
                 raise RanksError(
                     f"ranks 0 and {rank} of {ranks.size} do not make the same call: they differ in {what}; "
                     f"give all ranks of a sequence the same model, settings and samples, and each its own tokens."
                 )
-    return every
 
 
 def attend_split(core: AttentionCore, make_call: Callable[[], Call], ranks: Ranks) -> tuple[Tensor, State | None]:
@@ -268,8 +238,11 @@ def attend_split(core: AttentionCore, make_call: Callable[[], Call], ranks: Rank
         problem = error
     # Weights are compared in the first call since the ranks met: sums over all of them in every call would cost more.
     signature = None if call is None or problem is not None else _signature(core, call, core in ranks.checked)
-    every = _agree(ranks, signature, problem)
+    numbers = ranks.meet("attention", [*(signature or {}).values()], problem)
     assert call is not None
+    assert signature is not None
+    every = [dict(zip(signature, x, strict=False)) for x in numbers]
+    _agree(ranks, every)
     ranks.checked.add(core)
     out, after = _Split(core, call, ranks, every).attend()
     return out.to(call.query.dtype), after
@@ -318,17 +291,18 @@ class _Split:
         every: signatures of all ranks.
     """
 
-    def __init__(self, core: Any, call: Call, ranks: Ranks, every: list[CallSignature]) -> None:
+    def __init__(self, core: Any, call: Call, ranks: Ranks, every: list[Signature]) -> None:
         self.core, self.ranks, self.rank = core, ranks, ranks.rank
-        for rank, x in enumerate(every):
-            if call.is_causal and x.queries != x.keys:
+        counts = [(x["queries"], x["keys"]) for x in every]
+        for rank, (asked, given) in enumerate(counts):
+            if call.is_causal and asked != given:
                 raise ValueError(
-                    f"causal attention over ranks is over the same tokens, got {x.queries} queries and {x.keys} keys "
-                    f"on rank {rank}; give every rank as many keys as queries."
+                    f"causal attention over ranks is over the same tokens, got {asked} queries and {given} keys on "
+                    f"rank {rank}; give every rank as many keys as queries."
                 )
-        self.gradients = bool(every[0].gradients)
-        self.starts = list(accumulate((x.keys for x in every), initial=0))
-        queries = list(accumulate((x.queries for x in every), initial=0))
+        self.gradients = bool(every[0][GRADIENTS])
+        self.starts = list(accumulate((x for _, x in counts), initial=0))
+        queries = list(accumulate((x for x, _ in counts), initial=0))
         if (core.has_near or call.bias is not None) and self.starts[:-1] != queries[:-1]:
             raise ValueError(
                 f"a window, sinks or a bias count tokens along one sequence, but queries begin at {queries[:-1]} and "
@@ -346,7 +320,7 @@ class _Split:
         self.far: Far | None = None
         with no_autocast(call.query.device.type):
             self.plan = self._plan().in_pieces()
-        self.edges = EdgeSegments(self.call, self.plan.sinks, ranks, any(x.masked for x in every))
+        self.edges = EdgeSegments(self.call, self.plan.sinks, ranks, any(x["masked"] for x in every))
 
     def _plan(self) -> ExchangePlan:
         core, call, bias, near = self.core, self.call, self.call.bias, self.core.near
