@@ -134,7 +134,7 @@ class FeatureMap(nn.Module):
 
     @property
     def stamp(self) -> tuple[object, ...]:
-        """What `identity` is made of, which every step compares."""
+        """Sources of `identity`, which every step compares."""
         return self.options, self.seed_number, self.draw_number
 
     def _noise(self, draw: int) -> Tensor:

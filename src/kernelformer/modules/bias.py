@@ -162,7 +162,7 @@ def share_tail(table: Tensor, middle: int, window: int, is_causal: bool) -> Tens
 
 
 def _checks(x: Tensor) -> bool:
-    """Whether the numbers of a bias are checked: here if that is free, and by the device if the graph is compiled."""
+    """True if the numbers of a bias are checked: here if that is free, by the device in a compiled graph."""
     return x.numel() > 0 and (readable_without_sync(x) or torch.compiler.is_compiling())
 
 
@@ -414,14 +414,14 @@ class BiasedAttention:
         return out, (total.transpose(2, 3), mean, *sums[2:], *tokens), place
 
     def made_by(self, call: Call) -> MadeBy:
-        """What a stream that starts with this call keeps one by one, and whether its bias falls beyond."""
+        """Number of keys that a stream starting with this call keeps one by one, and whether its bias falls beyond."""
         assert call.bias is not None
         window = call.bias.window
         return ((NEAR, "all" if window is None else window), (FADES, call.bias.slope is not None))
 
     @staticmethod
     def _window(state: State, bias: Bias) -> int | None:
-        """How many keys a state keeps one by one; None means all of them."""
+        """Number of keys that a state keeps one by one; None means all of them."""
         made = dict(state.made_by)
         if made[FADES] != (bias.slope is not None):
             with_, here = ("with", "none") if made[FADES] else ("without", "one")
@@ -505,14 +505,14 @@ def _as_means(sums: Sequence[Tensor], value: Tensor, features: int) -> list[Tens
 
 
 def bias_window(bias: Bias, is_causal: bool) -> int | None:
-    """The distance beyond which a bias is constant, as the caller says or by its values; None: nobody knows."""
+    """The distance beyond which a bias is constant, as the caller says or by its values; None if unknown."""
     if bias.window is not None or not readable_without_sync(bias.table):
         return bias.window
     return find_window(bias.table, bias.layout, is_causal)
 
 
 def bias_not_plain(spec: Spec, call: Call) -> str | None:
-    """What of a call with a bias the algorithm for accelerators does not cover; None where it covers all.
+    """Name the part of a call with a bias that the algorithm for accelerators does not cover, or return None.
 
     Entries are looked at only where that is free; elsewhere see `attention.plain.biased`.
     """

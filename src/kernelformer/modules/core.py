@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -99,6 +99,7 @@ class AttentionCore(Calibrated):
         normalize_qk: divide queries and keys by their L2 norm first (NPRF with RPE, Sec. 3.2).
     """
 
+    streams_all = False  # whether it streams whatever its settings
     splits = False  # whether it attends over ranks
     takes_gate = False
     takes_bias = False
@@ -430,10 +431,26 @@ class AttentionCore(Calibrated):
 
     def _stream_refusal(self, what: str) -> ValueError | None:
         """Return the error for a stream, where ``what`` asks for one, or None."""
+        if self.streams_all:
+            return None
         return ValueError(
             f"{self.method!r} cannot stream, but {what} was asked for: its state would grow with the context. Use a "
             f"method with a feature map, such as 'favor+', or keep keys and values and call the core with all of them."
         )
+
+    def _made_by(self, scale: float) -> MadeBy:
+        """Settings that a state depends on."""
+        return (("method", self.method), ("normalize_qk", self.normalize_qk), ("scale", scale))
+
+    def _made_for(self, call: Call) -> MadeBy:
+        """Settings that a state of this call depends on."""
+        return self._made_by(call.scale)
+
+    def _state(self, tensors: Sequence[Tensor], call: Call, near: object | None = None) -> State:
+        """Make the state after a call, with the buffers that its near keys lie in."""
+        before = call.state
+        length, made_by = (0, self._made_for(call)) if before is None else (before.length, before.made_by)
+        return State(tuple(tensors), length + call.key.shape[2], made_by, call.fits, near)
 
     def _misfit(self, call: Call, state: State) -> str | None:
         """Describe how a state does not fit a call, or return None."""

@@ -33,6 +33,7 @@ class GrowingCore(AttentionCore):
             torch forms the whole (L, S) matrix then. The others are those of `AttentionCore`.
     """
 
+    streams_all = True
     takes_dropout = True
 
     def __init__(self, method: str, *, attention_dropout: float = 0.0, **options: Any) -> None:
@@ -47,8 +48,8 @@ class GrowingCore(AttentionCore):
         if not call.in_stream:
             return self._exact(call), None
         joined = self._join(call)
-        after = self._after(joined, call)
-        return self._exact(joined), after
+        kept = (joined.key, joined.value, *(() if joined.key_mask is None else (joined.key_mask,)))
+        return self._exact(joined), self._state(kept, call)
 
     @staticmethod
     def _join(call: Call) -> Call:
@@ -68,12 +69,6 @@ class GrowingCore(AttentionCore):
             bias = replace(bias, layout=Layout(call.query.shape[2], key.shape[2], state.length))
         return replace(call, key=key, value=value, key_mask=mask, bias=bias, past=state.length)
 
-    def _after(self, joined: Call, call: Call) -> State:
-        """The state with the keys of a call and those before them."""
-        tensors = (joined.key, joined.value, *(() if joined.key_mask is None else (joined.key_mask,)))
-        made_by = self._made_by(call.scale) if call.state is None else call.state.made_by
-        return State(tensors, joined.key.shape[2], made_by)
-
     def _forget(self, state: State, samples: Tensor) -> State:
         """Keys stay where they are, for the sake of distances, and are hidden."""
         key, value, *mask = state.tensors
@@ -85,17 +80,11 @@ class GrowingCore(AttentionCore):
         dropout = f", attention_dropout={self.attention_dropout:g}" if self.attention_dropout else ""
         return super().extra_repr() + dropout
 
-    def _made_by(self, scale: float) -> MadeBy:
-        return (("method", self.method), ("normalize_qk", self.normalize_qk), ("scale", scale))
-
     def _step(self, call: Call) -> tuple[Tensor, State]:
         if call.bias is not None:
             past = 0 if call.state is None else call.state.length
             call = replace(call, bias=_over_past(call.bias, past))
         return super()._step(call)
-
-    def _stream_refusal(self, what: str) -> ValueError | None:
-        return None
 
     def _misfit(self, call: Call, state: State) -> str | None:
         problem = config_mismatch(dict(state.made_by), dict(self._made_by(call.scale)))
@@ -297,6 +286,7 @@ class LocalCore(AttentionCore):
     The others are those of `AttentionCore`.
     """
 
+    streams_all = True
     splits = True
     takes_bias = True
     has_near = True
@@ -320,28 +310,19 @@ class LocalCore(AttentionCore):
 
     def _step(self, call: Call) -> tuple[Tensor, State]:
         out, after, near = self.near.step(call, None)
-        state = self._state(after, call)
-        return out, State(state.tensors, state.length, state.made_by, near=near)
-
-    def _state(self, tensors: tuple[Tensor, ...], call: Call) -> State:
-        before, count = call.state, call.key.shape[2]
-        if before is not None:
-            return State(tensors, before.length + count, before.made_by)
-        return State(tensors, count, self._made_by(call.scale) + self.near.made_by(call))
+        return out, self._state(after, call, near)
 
     def _made_by(self, scale: float) -> MadeBy:
-        own = {"normalize_qk": self.normalize_qk, "scale": scale, "window": self.window, "sinks": self.sinks}
-        return (("method", self.method), *own.items())
+        return (*super()._made_by(scale), ("window", self.window), ("sinks", self.sinks))
 
-    def _stream_refusal(self, what: str) -> ValueError | None:
-        return None
+    def _made_for(self, call: Call) -> MadeBy:
+        return self._made_by(call.scale) + self.near.made_by(call)
 
     def _forget(self, state: State, samples: Tensor) -> State:
         return self.near.forget(state, samples)
 
     def _misfit(self, call: Call, state: State) -> str | None:
-        ours = self._made_by(call.scale) + self.near.made_by(call)
-        problem = config_mismatch(dict(state.made_by), dict(ours))
+        problem = config_mismatch(dict(state.made_by), dict(self._made_for(call)))
         if problem:
             return problem
         kept = Stream.of(state, self.sinks > 0).tokens[1]

@@ -335,17 +335,11 @@ class KernelCore(AttentionCore):
             own |= {"window": self.window, "sinks": self.sinks, "near_scale": self.near_scale}
         return (("method", self.method), *self.feature_map.identity.items(), *own.items())
 
-    def _state(self, tensors: Sequence[Tensor], call: Call, near: object | None = None) -> State:
-        """The state after a call, and the buffers that its near keys lie in."""
-        before, count = call.state, call.key.shape[2]
-        if before is not None:
-            return State(tuple(tensors), before.length + count, before.made_by, call.fits, near)
+    def _made_for(self, call: Call) -> MadeBy:
         made_by = self._made_by(call.scale)
         if self.near is not None:
-            made_by += self.near.made_by(call)
-        elif call.bias is not None:
-            made_by += self.biased.made_by(call)
-        return State(tuple(tensors), count, made_by, call.fits, near)
+            return made_by + self.near.made_by(call)
+        return made_by if call.bias is None else made_by + self.biased.made_by(call)
 
     def _forget(self, state: State, samples: Tensor) -> State:
         """Sums over nothing are zero, and their logarithm or scale, which comes first, EMPTY; near keys are hidden."""

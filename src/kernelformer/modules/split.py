@@ -319,7 +319,7 @@ class _Split:
         self.call = call
         self.far: Far | None = None
         with no_autocast(call.query.device.type):
-            self.plan = self._plan().in_pieces()
+            self.plan = self._plan()
         self.edges = EdgeSegments(self.call, self.plan.sinks, ranks, any(x["masked"] for x in every))
 
     def _plan(self) -> ExchangePlan:
@@ -355,16 +355,11 @@ class _Split:
     def _exchange(self, parts: list[Message]) -> list[Message]:
         """Gather the messages of all ranks in one exchange."""
         sources = [x for x in (self.call.key, self.call.value, *self.core.parameters()) if x.requires_grad]
-        gathered = self.ranks.gather([x for part in parts for x in part.tensors], self.gradients, sources)
-        result = []
-        for part in parts:
-            count = len(part.tensors)
-            result.append(part.like(gathered[:count]))
-            gathered = gathered[count:]
-        return result
+        rest = list(self.ranks.gather([x for part in parts for some in part for x in some], self.gradients, sources))
+        return [Message(*([rest.pop(0) for _ in some] for some in part)) for part in parts]
 
     def _causal(self) -> tuple[Tensor, State | None]:
-        """As a stream that goes on from the state of the ranks before."""
+        """Attend as a stream that resumes from the state of the ranks before."""
         edges, call, links = self.edges, self.call, self.edges.left
         segment = edges.segments[LAST]
         is_last = self.rank == self.ranks.size - 1  # after whom nobody comes
@@ -395,7 +390,7 @@ class _Split:
         return (torch.arange(self.ranks.size, device=self.call.key.device) == self.rank).unsqueeze(1)
 
     def _both(self) -> Tensor:
-        """Bidirectional, with a state on each side; of packed rows the first and the last segment one by one."""
+        """Attend in both directions, with a state on each side; of packed rows the first and the last segment separately."""
         edges, plan, call = self.edges, self.plan, self.call
         is_packed = call.segment_ids is not None
         first, last = edges.segments
@@ -407,9 +402,7 @@ class _Split:
             to_right = outgoing(plan, last, ways[0], False)
             to_left = outgoing(plan, first, ways[1], True, shared=not is_packed)
             to_right, to_left = self._exchange([to_right, to_left])
-            shared = {} if to_left.full else {"full": to_right.full}
-            shared |= {} if to_left.sinks else {"sinks": to_right.sinks}
-            to_left = replace(to_left, **shared)
+            to_left = to_left._replace(full=to_left.full or to_right.full, sinks=to_left.sinks or to_right.sinks)
         else:
             (to_right,) = self._exchange([outgoing(plan, last, sums_one_way(plan, last, False), False)])
             to_left = to_right
@@ -448,17 +441,16 @@ class _Split:
 
     def _state(self, left: Neighbour, sinks: Sinks | None) -> State:
         """Return the state before this rank's tokens."""
-        core, call, near, start = self.core, self.call, self.core.near, self.starts[self.rank]
-        made_by = core._made_by(call.scale)
-        if near is not None:
+        call, start, made_by = self.call, self.starts[self.rank], self.core._made_for(self.call)
+        if self.core.near is not None:
             if sinks is not None:
                 sinks = sinks._replace(position=sinks.position.masked_fill(~sinks.visible, NO_SINK))
             tensors = Stream(left.sums, left.tokens, sinks).tensors()
-            return State(tensors, start, made_by + near.made_by(call))
+            return State(tensors, start, made_by)
         if call.bias is None:
             return State(tuple(left.sums), start, made_by)
         sums, mask = sums_of_state(left.sums, self.plan.positive), left.tokens[2]
-        return State((*sums, *left.tokens), mask.shape[1], made_by + core.biased.made_by(call))
+        return State((*sums, *left.tokens), mask.shape[1], made_by)
 
     def _attend(
         self, call: Call, own: Sequence[Tensor], neighbours: tuple[Neighbour, Neighbour], sinks: Sinks | None

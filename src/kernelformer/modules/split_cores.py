@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -32,15 +31,6 @@ if TYPE_CHECKING:
     from kernelformer.modules.core import AttentionCore
 
 
-class TokenRange(NamedTuple):
-    """Some of a rank's tokens: where they begin and end, keys (B, G, n, D) and values (B, G, n, E)."""
-
-    first: int
-    last: int
-    key: Tensor
-    value: Tensor
-
-
 @dataclass(frozen=True)
 class ExchangePlan:
     """Plan of an exchange: what attention needs of the tokens on other ranks.
@@ -56,7 +46,6 @@ class ExchangePlan:
         normalize: whether what is read from the sums is divided by the sum of the weights.
         parts: see `key_sums`.
         slope: (G), what the log weight of a far token falls by per token of distance; None: it does not.
-        pieces: of the tokens, see `in_pieces`.
     """
 
     key: Tensor
@@ -69,47 +58,26 @@ class ExchangePlan:
     normalize: bool = True
     parts: bool = False
     slope: Tensor | None = None
-    pieces: tuple[TokenRange, ...] = ()
 
     @property
     def positive(self) -> bool:
-        """The family of the map."""
+        """True if the map is positive."""
         return lookup(self.spec).family == "positive"
 
-    def in_pieces(self) -> ExchangePlan:
-        """Split keys and values where the near tokens of either side begin.
-
-        At once: each slice of a long tensor would get a gradient as long as the tensor, nearly all of it zeros.
-        """
-        length = self.key.shape[2]
-        ends = [0, *sorted({x for x in (self.reach, length - self.reach) if 0 < x < length}), length]
-        sizes = [last - first for first, last in pairwise(ends)]
-        parts = zip(pairwise(ends), self.key.split(sizes, 2), self.value.split(sizes, 2), strict=True)
-        return replace(self, pieces=tuple(TokenRange(*span, key, value) for span, key, value in parts))
-
-    def between(self, first: int, last: int) -> list[TokenRange]:
-        """Return the pieces from one place to another; one that is empty where there are none."""
-        found = [x for x in self.pieces if first <= x.first and x.last <= last]
-        return found or [TokenRange(first, first, self.key[:, :, :0].detach(), self.value[:, :, :0].detach())]
-
     def sums(self, first: int, last: int, mask: Tensor | None, mirror: bool) -> list[Tensor]:
-        """The state of the tokens from one cut to another."""
-        states = []
-        for piece in self.between(first, last):
-            state = key_sums(
-                piece.key,
-                piece.value,
-                spec=self.spec,
-                tensors=self.tensors,
-                scale=self.scale,
-                key_mask=None if mask is None else mask[:, piece.first : piece.last],
-                normalize=self.normalize,
-                parts=self.parts,
-                slope=self.slope,
-                mirror=mirror,
-            )
-            states.append(self.fade(state, piece.first - first if mirror else last - piece.last))
-        return states[0] if len(states) == 1 else self.merged(states)
+        """Compute the state of the tokens from one place to another."""
+        return key_sums(
+            self.key[:, :, first:last],
+            self.value[:, :, first:last],
+            spec=self.spec,
+            tensors=self.tensors,
+            scale=self.scale,
+            key_mask=None if mask is None else mask[:, first:last],
+            normalize=self.normalize,
+            parts=self.parts,
+            slope=self.slope,
+            mirror=mirror,
+        )
 
     def merged(self, states: Sequence[Sequence[Tensor]], used: Tensor | None = None) -> list[Tensor]:
         """One state from several, of which ``used`` (R) or (R, B) counts; None: all."""
@@ -120,15 +88,13 @@ class ExchangePlan:
 
     def fade(self, state: list[Tensor], tokens: int) -> list[Tensor]:
         """A state as it is seen from so many tokens farther away."""
-        return (
-            state
-            if self.slope is None or not tokens or not state
-            else faded(state, self.slope.to(state[0].dtype) * tokens)
-        )
+        if self.slope is None or not tokens or not state:
+            return state
+        return faded(state, self.slope.to(state[0].dtype) * tokens)
 
 
 class Segment(NamedTuple):
-    """A stretch of tokens of this rank that goes on, or may go on, on other ranks: all of them, or a segment's.
+    """Tokens of this rank that may continue on other ranks: all of them, or those of a segment.
 
     Args:
         mask: (B, S) bool, which tokens are in it and visible; None: all.
@@ -141,8 +107,7 @@ class Segment(NamedTuple):
     firsts: Tensor
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """Tensors that a rank sends, or those of all ranks, (R, ...) each.
 
     Args:
@@ -159,23 +124,12 @@ class Message:
     marks: Sequence[Tensor] = ()
     sinks: Sequence[Tensor] = ()
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All of it, in order."""
-        return [*self.full, *self.head, *self.edge, *self.marks, *self.sinks]
-
-    def like(self, tensors: list[Tensor]) -> Message:
-        """Other tensors in the same places."""
-        rest = list(tensors)
-        lists = (self.full, self.head, self.edge, self.marks, self.sinks)
-        return Message(*([rest.pop(0) for _ in x] for x in lists))
-
 
 KeyState = tuple[list[Tensor], list[Tensor]]  # `Message.full` and `Message.head` in one direction; empty without a map
 
 
 def sums_one_way(plan: ExchangePlan, segment: Segment, mirror: bool) -> KeyState:
-    """For the ranks after this one, or mirrored for those before."""
+    """Compute the sums for the ranks after this one, or mirrored for those before."""
     if not plan.spec:
         return [], []
     length, reach = plan.key.shape[2], plan.reach
@@ -186,7 +140,7 @@ def sums_one_way(plan: ExchangePlan, segment: Segment, mirror: bool) -> KeyState
 
 
 def no_sums(plan: ExchangePlan) -> KeyState:
-    """Those of no tokens, where nobody wants any: they cost no pass over the keys."""
+    """State of no tokens, for the last rank: it costs no pass over the keys."""
     if not plan.spec:
         return [], []
     known, like = lookup(plan.spec), plan.key.new_empty(0, dtype=compute_dtype(plan.key.dtype))
@@ -196,7 +150,7 @@ def no_sums(plan: ExchangePlan) -> KeyState:
 
 
 def sums_both_ways(plan: ExchangePlan, segment: Segment) -> tuple[KeyState, KeyState]:
-    """For the ranks after this one and for those before, in one pass over the keys where distance does not count."""
+    """Compute the sums for both directions, in one pass over the keys where distance does not count."""
     if plan.slope is not None or not plan.spec:
         return sums_one_way(plan, segment, False), sums_one_way(plan, segment, True)
     length, reach = plan.key.shape[2], plan.reach
@@ -225,8 +179,7 @@ def outgoing(plan: ExchangePlan, segment: Segment, sums: KeyState, mirror: bool,
     at = slice(0, min(reach, length)) if mirror else slice(max(0, length - reach), length)
     hidden = None if segment.mask is None else ~segment.mask[:, None, at, None]
     edge: list[Tensor] = []
-    for parts in zip(*((x.key, x.value) for x in plan.between(at.start, at.stop)), strict=True) if reach else ():
-        x = torch.cat(parts, 2)
+    for x in (plan.key[:, :, at], plan.value[:, :, at]) if reach else ():
         piece = x if hidden is None else x.masked_fill(hidden, 0)
         edge.append(F.pad(piece.to(dtype), (0, 0, *room)))
     marks = []
@@ -311,8 +264,7 @@ def _between(
     at = slice(first, first + beyond)
     key, value = (x[s][:, :, at] for x in message.edge)
     far = message.marks[0][s][1][:, at] > 0 if message.marks else None
-    short = replace(plan, key=key, value=value, pieces=(TokenRange(0, beyond, key, value),))
-    return [short.sums(0, beyond, far, mirror)]
+    return [replace(plan, key=key, value=value).sums(0, beyond, far, mirror)]
 
 
 def _near_tokens(

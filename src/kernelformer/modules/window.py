@@ -121,7 +121,7 @@ def first_tokens(count: int, call: Call, before: Sinks | None, offset: int = 0, 
 
 
 def without_sinks(sinks: Sinks, key: Tensor, mask: Tensor | None) -> Tensor:
-    """Which keys (B, S) are visible and no sinks."""
+    """Mask of the keys (B, S) that are visible and no sinks."""
     batch, length = key.shape[0], key.shape[2]
     whole = key.new_ones(batch, length, dtype=torch.bool) if mask is None else mask
     inside = sinks.visible & (sinks.position >= 0) & (sinks.position < length)
@@ -133,7 +133,7 @@ NO_SINK_YET = 1 << 40  # position of a sink that a sample does not have; it stay
 
 
 def attend_stream(near: NearFarAttention, call: Call, far: Far | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Attend to a whole prompt, and make the state that `step_stream` goes on from; see `NearFarAttention.attend`."""
+    """Attend to a whole prompt in an export, and make the state for a step; see `NearFarAttention.attend`."""
     if call.state is not None:
         raise ValueError("an exported graph attends to a prompt from its start, or by step to one token after a state.")
     _check_window(near)
@@ -339,7 +339,7 @@ class NearFarAttention:
             )
 
     def _bias(self, bias: Bias, is_causal: bool = True) -> tuple[Tensor, ...]:
-        """What `near.NearBias` holds: the bias within the window, at the window, and the slope."""
+        """Tensors of `near.NearBias`: the bias within the window, at the window, and the slope."""
         self.check_bias(bias, is_causal)
         distances = torch.arange(min(0, 1 - self.window), self.window, device=bias.table.device)
         # A key's own distance belongs to the left: without a window, the right begins at 1.
@@ -466,5 +466,5 @@ class NearFarAttention:
         return replace(state.fill(samples, values), near=None)
 
     def made_by(self, call: Call) -> MadeBy:
-        """What a stream that starts with this call depends on besides the settings."""
+        """Facts of a stream that starts with this call, besides the settings."""
         return (("bias", call.bias is not None), ("slope", call.bias is not None and call.bias.slope is not None))
