@@ -390,7 +390,7 @@ class _Split:
         return (torch.arange(self.ranks.size, device=self.call.key.device) == self.rank).unsqueeze(1)
 
     def _both(self) -> Tensor:
-        """Attend in both directions, with a state on each side; of packed rows the first and the last segment separately."""
+        """Attend in both directions, with a state on each side; of packed rows each outer segment by itself."""
         edges, plan, call = self.edges, self.plan, self.call
         is_packed = call.segment_ids is not None
         first, last = edges.segments
