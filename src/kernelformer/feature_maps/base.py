@@ -98,8 +98,15 @@ class FeatureMap(nn.Module):
         # Whether there is anything to draw; and whether that is frequencies, which have a spectral density.
         self.is_random = self.has_density = num_features > 0
         self.draw_kind, self.norms = draw, norms
-        self.num_key_heads = _check_key_heads(num_key_heads, num_heads, flag("per_head", per_head))
-        self.heads = self.num_key_heads if per_head else 1
+        if num_key_heads is not None and num_heads % positive_int("num_key_heads", num_key_heads):
+            raise ValueError(f"num_key_heads must divide num_heads, got {num_key_heads} and {num_heads}.")
+        if num_key_heads is not None and not per_head:
+            raise ValueError(
+                f"num_key_heads={num_key_heads} says how many maps there are, but per_head=False shares one between "
+                f"all heads; leave one of them out."
+            )
+        self.num_key_heads = num_heads if num_key_heads is None else num_key_heads
+        self.heads = self.num_key_heads if flag("per_head", per_head) else 1
         drawing = {"num_features": num_features, "draw": draw, "norms": norms, "per_head": per_head}
         self.options: dict[str, object] = {
             "head_dim": self.head_dim,
@@ -313,20 +320,6 @@ class FeatureMap(nn.Module):
         """Settings, for printing a model."""
         what: dict[str, Any] = {"features": self.feature_dim, "heads": self.num_heads, "head_dim": self.head_dim}
         return ", ".join(f"{k}={v}" for k, v in {**what, **self.options}.items()) + f", spec={self.spec}"
-
-
-def _check_key_heads(num_key_heads: int | None, num_heads: int, per_head: bool) -> int:
-    """Return the number of key heads with maps of their own, which divides that of the query heads."""
-    if num_key_heads is None:
-        return num_heads
-    if num_heads % positive_int("num_key_heads", num_key_heads):
-        raise ValueError(f"num_key_heads must divide num_heads, got {num_key_heads} and {num_heads}.")
-    if not per_head:
-        raise ValueError(
-            f"num_key_heads={num_key_heads} says how many maps there are, but per_head=False shares one between all "
-            f"heads; leave one of them out."
-        )
-    return num_key_heads
 
 
 def _encode(options: Mapping[str, object]) -> Tensor:

@@ -292,7 +292,7 @@ class BiasedAttention:
         Args:
             call: with a bias over all distances; in a stream its queries and keys are normalized already.
             tensors: of the map, as `FeatureMap.for_query_heads` gives them.
-            plain: by the algorithm for accelerators.
+            plain: use the algorithm for accelerators.
 
         Returns:
             (B, H, L, E), and in a stream the tensors of the state after the keys.
@@ -486,12 +486,9 @@ class BiasedAttention:
 
 
 def _as_means(sums: Sequence[Tensor], value: Tensor, features: int) -> list[Tensor]:
-    """The sums of a state, shift, kv, ks and ns (see `RelativeCall`), such that ks is 1: as log masses and means.
+    """Rescale the sums of a state, shift, kv, ks and ns (see `RelativeCall`), to ks = 1: log masses and means.
 
-    Args:
-        sums: or none, where no key has left the window yet.
-        value: (B, H, 1, E).
-        features: M.
+    Those of no keys where no key has left the window yet.
     """
     if not sums:
         (batch, heads, _, width), ones = value.shape, value.new_ones(*value.shape[:2], features, 1)

@@ -52,12 +52,6 @@ FIRST, LAST = 0, 1
 class EdgeSegments:
     """First and last segment of every rank's tokens; without segment ids both are all of them.
 
-    Args:
-        call: of this rank.
-        sinks: how many first visible tokens of a segment are sinks.
-        ranks: the group.
-        masked: whether any rank has a key mask.
-
     Attributes:
         segments: the first and the last one of this rank.
         ids: (R, B, 2), of the first and the last token of every rank, the same number everywhere without segments.
@@ -219,12 +213,7 @@ def _agree(ranks: Ranks, every: Sequence[Signature]) -> None:
 
 
 def attend_split(core: AttentionCore, make_call: Callable[[], Call], ranks: Ranks) -> tuple[Tensor, State | None]:
-    """Attend to the tokens of all ranks, with the queries of this one.
-
-    Args:
-        core: the method.
-        make_call: checks the inputs of this rank; what it raises is an error on every rank.
-        ranks: the group.
+    """Attend to the tokens of all ranks, with the queries of this one; what ``make_call`` raises is raised on all.
 
     Returns:
         (B, H, L, E), and of a causal call the state after this rank's keys where it is wanted.
@@ -282,14 +271,7 @@ def _refusal(core: Any, call: Call) -> ValueError | None:
 
 
 class _Split:
-    """One call of a core on this rank.
-
-    Args:
-        core: the method.
-        call: checked, with the tokens of this rank.
-        ranks: the group.
-        every: signatures of all ranks.
-    """
+    """One call of a core on this rank, with the signatures of all ranks."""
 
     def __init__(self, core: Any, call: Call, ranks: Ranks, every: list[Signature]) -> None:
         self.core, self.ranks, self.rank = core, ranks, ranks.rank

@@ -165,12 +165,7 @@ def sums_both_ways(plan: ExchangePlan, segment: Segment) -> tuple[KeyState, KeyS
 def outgoing(plan: ExchangePlan, segment: Segment, sums: KeyState, mirror: bool, shared: bool = False) -> Message:
     """Build the message of a segment to the ranks after this one, or mirrored to those before.
 
-    Args:
-        plan: the tokens.
-        segment: which of them count.
-        sums: of the far ones.
-        mirror: the direction.
-        shared: what it sends in the other direction serves for this one too: all far tokens, and the first ones.
+    Where it is ``shared``, what goes in the other direction serves for this one too: all far tokens, and the first.
     """
     length, reach = plan.key.shape[2], plan.reach
     dtype = compute_dtype(plan.key.dtype)
@@ -212,13 +207,8 @@ def incoming(
 ) -> Neighbour:
     """Combine what the ranks before this one sent, or mirrored those after it.
 
-    Args:
-        plan: of this rank.
-        message: by all ranks, (R, ...) each.
-        links: (R, B) bool, whose tokens this rank's sees.
-        ranks: the group.
-        starts: R + 1 positions, of the first token of every rank and after the last.
-        mirror: the direction.
+    The message is that of all ranks, (R, ...) each; ``links``, (R, B) bool, says whose tokens this rank's see;
+    ``starts`` are R + 1 positions, of the first token of every rank and after the last.
     """
     reach, here = plan.reach, ranks.rank
     sums: list[Tensor] = []
@@ -345,12 +335,12 @@ def sums_of_state(state: Sequence[Tensor], positive: bool) -> list[Tensor]:
 
 
 def around(bias: Bias, call: Call, core: AttentionCore, tokens: tuple[int, int], past: int, later: int) -> Bias:
-    """A bias for the tokens of this rank and those next to them, from one over the whole sequence.
+    """Cut a bias for the tokens of this rank and those next to them out of one over the whole sequence.
 
     Args:
         bias: over all distances, (H, queries + keys - 1) on all ranks, or up to the window, (H, 2 w + 1).
         call: of this rank.
-        core: which may have a window of its own.
+        core: for its window.
         tokens: queries and keys on all ranks.
         past: tokens before this rank's that it has to be for.
         later: tokens after this rank's, of which as many as the window are its neighbours.

@@ -76,8 +76,8 @@ def first_tokens(count: int, call: Call, before: Sinks | None, offset: int = 0, 
     """
     if not count:
         return None
-    key, value, mask = call.key, call.value, call.key_mask
-    if not call.in_stream:
+    key, value, mask, in_stream = call.key, call.value, call.key_mask, call.streams or call.state is not None
+    if not in_stream:
         key, value = key.detach(), value.detach()  # see `NearFarCall.own_sinks`
     batch, length = key.shape[0], key.shape[2]
     if before is not None:
@@ -88,7 +88,7 @@ def first_tokens(count: int, call: Call, before: Sinks | None, offset: int = 0, 
     if before is None and mask is None and not traced and count <= length:  # a graph is of any length
         position = torch.arange(count, device=key.device).expand(batch, -1)
         first = [x[:, :, :count] for x in (key, value)]
-        if call.in_stream:  # views would keep all of a prompt
+        if in_stream:  # views would keep all of a prompt
             first = [x.clone() for x in first]
         return Sinks(first[0], first[1], position, torch.ones_like(position, dtype=torch.bool))
     number = torch.arange(1, count + 1, device=key.device).expand(batch, -1)
@@ -225,7 +225,7 @@ class NearFarAttention:
         Returns:
             (B, H, L, E), and in a stream the tensors of the state after the keys.
         """
-        if not call.in_stream:
+        if not call.streams and call.state is None:
             sinks = None
             # Else sinks are the first keys, and where they are needs no tensor.
             if not plain or call.key_mask is not None or call.bias is not None:
@@ -272,16 +272,10 @@ class NearFarAttention:
         later: Sequence[Tensor] = (),
         plain: bool = False,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Attend to the keys of a call, of which ``offset`` are before the first query.
+        """Attend to the keys of a call, for each head of the sums, of which ``offset`` are before the first query.
 
-        Args:
-            call: with keys and values for each head of the sums.
-            far: or None.
-            sinks: at positions among the keys of the call, or before them.
-            sums: of far keys before those of the call.
-            offset: number of keys before the first query.
-            later: sums of far keys after those of the call.
-            plain: by the algorithm for accelerators.
+        ``sums`` are those of far keys before the call, ``later`` of those after it. Positions of sinks are among the
+        keys of the call, or before them.
         """
         leading = 0
         if plain and call.key_mask is None and not offset and call.state is None:
@@ -314,7 +308,7 @@ class NearFarAttention:
             ),
             plain=plain,
             leading=leading,
-            streams=call.in_stream,
+            streams=call.streams or call.state is not None,
         )
 
     def check_bias(self, bias: Bias, is_causal: bool) -> None:
@@ -423,16 +417,9 @@ class NearFarAttention:
         *,
         masked: bool,
     ) -> NearTokens:
-        """The last tokens and the sinks, as queries (B, G, R, D) see them.
+        """Return the last tokens and the sinks, as queries (B, G, R, D) see them.
 
-        Args:
-            call: for its scale and its bias.
-            far: or None.
-            rows: the queries.
-            tokens: the last ones.
-            sinks: or None.
-            ago: (B, s), tokens since each sink; None where all are beyond the window.
-            masked: whether some of the tokens may be hidden.
+        Tokens since each sink are ``ago``, (B, s), or None where all are beyond the window.
         """
         scaled, count, heads = rows * self.scale_of(call.scale), tokens[2].shape[1], rows.shape[1:3]
         bias = () if call.bias is None else self._bias(call.bias)
