@@ -45,9 +45,10 @@ def check_inputs(call: Call, *, head_dim: int, num_heads: int) -> Call:
         query, key, value = (x if x.dtype == torch.float64 else x.to(dtype) for x in (call.query, call.key, call.value))
         call = replace(call, query=query, key=key, value=value)
     query, key, value = call.query, call.key, call.value
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.dim() != 4:
-            raise ValueError(f"{name} must be (batch, heads, length, head_dim), got shape {shape(x)}.")
+    q, k, v = query.shape, key.shape, value.shape
+    for name, size in (("query", q), ("key", k), ("value", v)):
+        if len(size) != 4:
+            raise ValueError(f"{name} must be (batch, heads, length, head_dim), got shape {tuple(size)}.")
     if not (query.dtype == key.dtype == value.dtype):
         raise ValueError(
             f"query, key and value must have one dtype, got {query.dtype}, {key.dtype} and {value.dtype}; "
@@ -57,30 +58,28 @@ def check_inputs(call: Call, *, head_dim: int, num_heads: int) -> Call:
         raise ValueError(
             f"query, key and value must be on one device, got {query.device}, {key.device} and {value.device}."
         )
-    if query.shape[-1] != key.shape[-1]:
+    if q[3] != k[3]:
         raise ValueError(
-            f"query and key must have the same head dimension, got {query.shape[-1]} and {key.shape[-1]} "
-            f"(shapes {shape(query)} and {shape(key)})."
+            f"query and key must have the same head dimension, got {q[3]} and {k[3]} "
+            f"(shapes {tuple(q)} and {tuple(k)})."
         )
-    for name, built, got in (("head_dim", head_dim, query.shape[-1]), ("num_heads", num_heads, query.shape[1])):
+    for name, built, got in (("head_dim", head_dim, q[3]), ("num_heads", num_heads, q[1])):
         if built != got:
             raise ValueError(
-                f"this core was built with {name}={built}, got queries of shape {shape(query)}; "
-                f"build it with {name}={got}."
+                f"this core was built with {name}={built}, got queries of shape {tuple(q)}; build it with {name}={got}."
             )
-    if key.shape[:3] != value.shape[:3]:
+    if k[:3] != v[:3]:
         raise ValueError(
-            f"key and value must have the same batch, heads and length, got shapes {shape(key)} and {shape(value)}."
+            f"key and value must have the same batch, heads and length, got shapes {tuple(k)} and {tuple(v)}."
         )
-    if query.shape[0] != key.shape[0]:
+    if q[0] != k[0]:
         raise ValueError(
-            f"query and key must have the same batch size, got {query.shape[0]} and {key.shape[0]} "
-            f"(shapes {shape(query)} and {shape(key)})."
+            f"query and key must have the same batch size, got {q[0]} and {k[0]} (shapes {tuple(q)} and {tuple(k)})."
         )
-    if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+    if k[1] == 0 or q[1] % k[1]:
         raise ValueError(
-            f"the number of key heads must divide that of query heads, got {key.shape[1]} and {query.shape[1]} "
-            f"(shapes {shape(key)} and {shape(query)})."
+            f"the number of key heads must divide that of query heads, got {k[1]} and {q[1]} "
+            f"(shapes {tuple(k)} and {tuple(q)})."
         )
     return call
 
