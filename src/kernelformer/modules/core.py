@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from kernelformer.attention import State
 from kernelformer.attention.dispatch import check_algorithm
 from kernelformer.attention.state import MadeBy
 from kernelformer.contract import compute_dtype, no_autocast, within_transforms
 from kernelformer.errors import flag, positive_int, shape
+from kernelformer.feature_maps.statistics import CalibratedMap
 from kernelformer.modules.bias import check_bias, check_step_bias
-from kernelformer.modules.calibration import Calibrated
+from kernelformer.modules.calibration import calibrated_map, real_moments
 from kernelformer.modules.checks import Call, check_mask, check_scale, config_mismatch
 from kernelformer.modules.context import ACTIVE, needs_whole
 from kernelformer.modules.packed import attend_packed, check_packed, enter_segment, last_id
@@ -84,7 +85,7 @@ def check_inputs(call: Call, *, head_dim: int, num_heads: int) -> Call:
     return call
 
 
-class AttentionCore(Calibrated):
+class AttentionCore(nn.Module):
     """Attention over given queries, keys and values: everything between the projections.
 
     `forward` and `step` check their arguments and make a `Call` of them. A method implements `_attend` and, where it
@@ -357,6 +358,38 @@ class AttentionCore(Calibrated):
         """M, the width of phi; None for exact methods."""
         return None
 
+    @property
+    def calibrates(self) -> bool:
+        """True if its map depends on statistics of queries and keys, so that `calibrate` has something to do."""
+        phi = getattr(self, "feature_map", None)
+        return isinstance(phi, CalibratedMap) and phi.statistics is not None
+
+    def calibrate(
+        self, query: Tensor, key: Tensor, key_mask: Tensor | None = None, *, query_mask: Tensor | None = None
+    ) -> None:
+        """Add queries and keys to the statistics of the map, beside those of earlier calls.
+
+        They are like those of `forward`, before the scale. All pairs of a query and a key count alike, whichever
+        sample they are from; hidden tokens leave no trace. States from before do not fit afterwards.
+
+        Args:
+            query: (B, H, L, D).
+            key: (B, G, S, D), G divides H.
+            key_mask: (B, S) bool, which keys are real.
+            query_mask: (B, L) bool, which queries are real; default as in `forward`.
+
+        Raises:
+            ValueError: the method has nothing to calibrate; other heads or another head_dim than the core's; NaN or an
+                infinity in a real token; no real token. Nothing is counted then.
+        """
+        phi = calibrated_map(self)
+        phi.check_calibration(self.scale)
+        phi.calibrate(real_moments(self, query, key, key_mask, query_mask), self.scale)
+
+    def reset_calibration(self) -> None:
+        """Clear all statistics: the map is as it was before the first calibration."""
+        calibrated_map(self).reset_calibration()
+
     def attention_matrix(
         self,
         query: Tensor,
@@ -423,7 +456,7 @@ class AttentionCore(Calibrated):
         raise TypeError(f"{type(self).__name__} does not say how a state forgets.")
 
     def _step(self, call: Call) -> tuple[Tensor, State]:
-        """One token of a stream; by default as any other call."""
+        """Attend with one token of a stream; by default as in any other call."""
         out, after = self._attend(call)
         assert after is not None
         return out, after
@@ -456,7 +489,7 @@ class AttentionCore(Calibrated):
         raise TypeError(f"{type(self).__name__} does not say which states it goes on from.")
 
     def _fits(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[object, ...]:
-        """Everything that the checks of a step look at, so that a stream is checked once; () to check every time."""
+        """Facts that the checks of a step look at, so that a stream is checked once; () to check every time."""
         return ()
 
     def _resolve_scale(self, scale: float) -> float:

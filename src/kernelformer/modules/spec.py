@@ -266,7 +266,7 @@ class AttentionSpec:
 
     @property
     def plain(self) -> AttentionSpec:
-        """Same method without options."""
+        """Return the same method without options."""
         return replace(self, options=())
 
     def without(self, names: Iterable[str]) -> AttentionSpec:

@@ -80,7 +80,7 @@ class ExchangePlan:
         )
 
     def merged(self, states: Sequence[Sequence[Tensor]], used: Tensor | None = None) -> list[Tensor]:
-        """One state from several, of which ``used`` (R) or (R, B) counts; None: all."""
+        """Merge several states, of which ``used`` (R) or (R, B) counts; None: all."""
         stacked = [torch.stack(x) for x in zip(*states, strict=True)]
         if used is None:
             used = torch.ones(len(states), dtype=torch.bool, device=self.key.device)
