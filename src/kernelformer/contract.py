@@ -279,14 +279,6 @@ def lookup(spec_id: str) -> Spec:
     return _SPECS[spec_id]
 
 
-def scaled(rows: Tensor, factor: float, change: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
-    """Compute ``change(factor rows)`` for bound tensors (N, ...), once if all rows are views of one."""
-    if rows.shape[0] > 1 and rows.stride(0) == 0:
-        one = change(rows[:1] * factor)
-        return one.expand(rows.shape[0], *one.shape[1:])
-    return change(rows * factor)
-
-
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype of arithmetic and states, at least float32: float16 sums lose a fifth of the result at L = 1024."""
     return torch.float64 if dtype == torch.float64 else torch.float32

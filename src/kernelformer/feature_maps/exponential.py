@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernelformer.contract import PositiveChunks, PositiveSpec, Role, scaled
+from kernelformer.contract import PositiveChunks, PositiveSpec, Role
 from kernelformer.errors import choice, flag, positive_int
 from kernelformer.feature_maps.base import FeatureMap
 
@@ -59,7 +59,12 @@ class Dense:
         units: int = 0,
     ) -> Affine:
         """Bind ``factor W x + b + row |x|^2 + constant`` for chunks; tensors: omega and, if there is one, b (N, M)."""
-        weight = scaled(tensors[0], factor, self.matrix)
+        omega = tensors[0]
+        shared = omega.shape[0] > 1 and omega.stride(0) == 0  # all rows are views of one, which is scaled once
+        weight = (omega[:1] if shared else omega) * factor
+        if self.mirrored:
+            weight = self.matrix(weight)
+        weight = weight.expand(omega.shape[0], -1, -1) if shared else weight
         held = [weight, *tensors[1:]]
         grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in held] if learn else []
         return Affine(self, held, grads, factor, row, constant, units)
