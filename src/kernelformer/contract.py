@@ -164,6 +164,7 @@ class PositiveSpec(Spec):
     """A map with positive features, defined by its formula `log_features`."""
 
     family: ClassVar[Family] = "positive"
+    tied: ClassVar[bool] = True  # whether queries and keys have the same map, so that one product can serve both
 
     @abstractmethod
     def log_features(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> Tensor:
@@ -176,11 +177,6 @@ class PositiveSpec(Spec):
         other.
         """
         return self.log_features(x, tensors, scale, role)
-
-    @property
-    def tied(self) -> bool:
-        """True if queries and keys have the same map, so that one product can serve both."""
-        return True
 
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> PositiveChunks:
         """Bind the map to tensors (N, ...) in the dtype of the arithmetic; by default through the formula itself."""
@@ -251,14 +247,6 @@ def lookup(spec_id: str) -> Spec:
     return _SPECS[spec_id]
 
 
-def scaled(rows: Tensor, factor: float, change: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
-    """Compute ``change(factor rows)`` for bound tensors (N, ...), once if all rows are views of one."""
-    if rows.shape[0] > 1 and rows.stride(0) == 0:
-        one = change(rows[:1] * factor)
-        return one.expand(rows.shape[0], *one.shape[1:])
-    return change(rows * factor)
-
-
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype of arithmetic and states, at least float32: float16 sums lose a fifth of the result at L = 1024."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -269,14 +257,10 @@ def wide_dtype(x: Tensor) -> torch.dtype:
     return x.dtype if x.device.type == "mps" else torch.float64
 
 
-def autocasts(device_type: str) -> bool:
-    """Return True if autocast is on; the meta device has none."""
-    return device_type != "meta" and torch.is_autocast_enabled(device_type)
-
-
 def no_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Disable autocast, so that sums keep their precision; only where it is on, since entering costs time."""
-    return torch.autocast(device_type, enabled=False) if autocasts(device_type) else nullcontext()
+    is_on = device_type != "meta" and torch.is_autocast_enabled(device_type)  # the meta device has none
+    return torch.autocast(device_type, enabled=False) if is_on else nullcontext()
 
 
 def no_tangents(**inputs: Tensor | Sequence[Tensor] | None) -> None:

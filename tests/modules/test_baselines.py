@@ -188,7 +188,7 @@ def test_a_gate_keeps_its_precision_where_the_layer_does_not(how):
         layer.gate.weight.mul_(3)
     layer = layer.bfloat16() if how == "layer" else layer
     with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
-        got = layer._gate(x if how == "layer" else x.float())["gate"]
+        got = layer._gates(layer.gate, x if how == "layer" else x.float())
     weight, bias = layer.gate.weight.double(), layer.gate.bias.double()
     rest = torch.sigmoid(-(x.double() @ weight.T + bias)).transpose(1, 2)
     assert got.dtype == torch.float32

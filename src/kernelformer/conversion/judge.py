@@ -113,14 +113,14 @@ def kernel_alone(student: nn.Module) -> Iterator[None]:
 
     Other attentions stay as they are; afterwards all are as before.
     """
-    before = [(x.core, x.core.window, x.core.sinks) for x in hybrids(student)]
+    before = [(x.core, x.core.near) for x in hybrids(student)]
     try:
-        for core, _, _ in before:
-            core.window, core.sinks = None, 0
+        for core, _ in before:
+            core.near = None
         yield
     finally:
-        for core, window, sinks in before:
-            core.window, core.sinks = window, sinks
+        for core, near in before:
+            core.near = near
 
 
 def _local(core: KernelCore) -> LocalCore:
@@ -134,7 +134,9 @@ def _local(core: KernelCore) -> LocalCore:
         scale=core.scale if core.near_scale is None else core.near_scale,
         normalize_qk=core.normalize_qk,
     )
-    local.window = core.window or 0  # with sinks alone a token does not even see itself, which no other caller asks for
+    local.window = local.near.window = (
+        core.window or 0
+    )  # with sinks alone a token does not even see itself, which no other caller asks for
     setattr(local, CROSS, getattr(core, CROSS, False))
     return local
 

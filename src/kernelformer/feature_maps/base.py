@@ -60,6 +60,7 @@ class FeatureMap(nn.Module):
     feature_dim: int
     normalized = True  # whether attention with it divides by the sum of the weights, by default
     aligns = False  # whether `align` does something, which needs that division
+    sees_sequence = False  # whether `prepare` looks at all tokens, later ones included, so that causality would be lost
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         """Show the arguments that a constructor passes on as ``**common`` in the signature of its class."""
@@ -94,9 +95,18 @@ class FeatureMap(nn.Module):
         self.head_dim = positive_int("head_dim", head_dim)
         self.num_heads = positive_int("num_heads", num_heads)
         self.num_features = num_features
+        # Whether there is anything to draw; and whether that is frequencies, which have a spectral density.
+        self.is_random = self.has_density = num_features > 0
         self.draw_kind, self.norms = draw, norms
-        self.num_key_heads = _check_key_heads(num_key_heads, num_heads, flag("per_head", per_head))
-        self.heads = self.num_key_heads if per_head else 1
+        if num_key_heads is not None and num_heads % positive_int("num_key_heads", num_key_heads):
+            raise ValueError(f"num_key_heads must divide num_heads, got {num_key_heads} and {num_heads}.")
+        if num_key_heads is not None and not per_head:
+            raise ValueError(
+                f"num_key_heads={num_key_heads} says how many maps there are, but per_head=False shares one between "
+                f"all heads; leave one of them out."
+            )
+        self.num_key_heads = num_heads if num_key_heads is None else num_key_heads
+        self.heads = self.num_key_heads if flag("per_head", per_head) else 1
         drawing = {"num_features": num_features, "draw": draw, "norms": norms, "per_head": per_head}
         self.options: dict[str, object] = {
             "head_dim": self.head_dim,
@@ -125,23 +135,13 @@ class FeatureMap(nn.Module):
         return self.spec.feature_dim(self.tensors(), self.head_dim)
 
     @property
-    def is_random(self) -> bool:
-        """True if there is anything to draw."""
-        return self.num_features > 0
-
-    @property
-    def has_density(self) -> bool:
-        """True if it has frequencies, and so a spectral density."""
-        return self.is_random
-
-    @property
     def identity(self) -> dict[str, object]:
         """Settings and draw that determine the function: a state fits only maps with equal ones."""
         return {**self.options, "seed": self.seed_number, "draw number": self.draw_number}
 
     @property
     def stamp(self) -> tuple[object, ...]:
-        """What `identity` is made of, which every step compares."""
+        """Sources of `identity`, which every step compares."""
         return self.options, self.seed_number, self.draw_number
 
     def _noise(self, draw: int) -> Tensor:
@@ -244,11 +244,6 @@ class FeatureMap(nn.Module):
         repeats = 1 if self.heads == 1 else self.num_heads // self.heads
         return x if repeats == 1 else x.repeat_interleave(repeats, dim)
 
-    @property
-    def sees_sequence(self) -> bool:
-        """True if `prepare` looks at all tokens, later ones included, so that causality would be lost."""
-        return False
-
     def align(
         self, query: Tensor, key: Tensor, key_mask: Tensor | None, query_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -325,20 +320,6 @@ class FeatureMap(nn.Module):
         """Settings, for printing a model."""
         what: dict[str, Any] = {"features": self.feature_dim, "heads": self.num_heads, "head_dim": self.head_dim}
         return ", ".join(f"{k}={v}" for k, v in {**what, **self.options}.items()) + f", spec={self.spec}"
-
-
-def _check_key_heads(num_key_heads: int | None, num_heads: int, per_head: bool) -> int:
-    """Return the number of key heads with maps of their own, which divides that of the query heads."""
-    if num_key_heads is None:
-        return num_heads
-    if num_heads % positive_int("num_key_heads", num_key_heads):
-        raise ValueError(f"num_key_heads must divide num_heads, got {num_key_heads} and {num_heads}.")
-    if not per_head:
-        raise ValueError(
-            f"num_key_heads={num_key_heads} says how many maps there are, but per_head=False shares one between all "
-            f"heads; leave one of them out."
-        )
-    return num_key_heads
 
 
 def _encode(options: Mapping[str, object]) -> Tensor:

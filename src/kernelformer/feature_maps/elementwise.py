@@ -18,7 +18,7 @@ from torch import Tensor
 from kernelformer.contract import PositiveSpec, Role, SignedSpec
 from kernelformer.errors import choice, flag, number, positive_int
 from kernelformer.feature_maps.base import FeatureMap
-from kernelformer.feature_maps.projection import DENSE
+from kernelformer.feature_maps.exponential import DENSE
 
 
 @dataclass(frozen=True)

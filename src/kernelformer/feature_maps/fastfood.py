@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kernelformer.errors import choice, number, positive_int
 from kernelformer.feature_maps.draws import generator, hadamard
-from kernelformer.feature_maps.projection import DENSE, Dense
+from kernelformer.feature_maps.exponential import DENSE, Dense
 from kernelformer.feature_maps.spectral import Smoothing, SpectralMap
 
 LEARN = {"none": "", "S": "S", "SGB": "SGB"}

@@ -98,13 +98,9 @@ class FormulaMap(FeatureMap):
 class LogFormula(PositiveSpec):
     """Spec of a map that defines `FormulaMap.log_phi`."""
 
+    tied = False  # a formula may treat queries and keys differently
     owner: type[FormulaMap]
     settings: Settings
-
-    @property
-    def tied(self) -> bool:
-        """False: a formula may treat queries and keys differently."""
-        return False
 
     def log_features(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> Tensor:
         """Evaluate the formula at ``sqrt(scale) x``."""

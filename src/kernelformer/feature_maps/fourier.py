@@ -14,7 +14,7 @@ from torch import Tensor
 from kernelformer.contract import Role, SignedSpec
 from kernelformer.errors import choice, positive_int
 from kernelformer.feature_maps.base import FeatureMap
-from kernelformer.feature_maps.projection import DENSE, Dense
+from kernelformer.feature_maps.exponential import DENSE, Dense
 
 _ROW = {"softmax": 0.5, "gaussian": 0.0}
 

@@ -155,6 +155,7 @@ class NystromMap(FeatureMap):
         super().__init__(spec, num_features=0, seed=seed, per_head=True, settings=settings, **sizes)
         self.num_landmarks, self.gamma, self.inverse, self.landmarks = num_landmarks, gamma, inverse, landmarks
         self.normalized, self.aligns = kernel == "softmax", align
+        self.is_random, self.sees_sequence = landmarks not in ("segments", "learned"), landmarks != "learned"
         if landmarks == "learned":
             self.Z = parameter(self.heads, num_landmarks, head_dim)
         self._start()
@@ -163,16 +164,6 @@ class NystromMap(FeatureMap):
     def identity(self) -> dict[str, object]:
         """Identity of the map; features by the iteration are none of those by a root of the inverse."""
         return {**super().identity, **({"untied": True} if self.inverse == "iterative" else {})}
-
-    @property
-    def is_random(self) -> bool:
-        """True if landmarks are drawn."""
-        return self.landmarks in ("uniform", "leverage", "pivoted")
-
-    @property
-    def sees_sequence(self) -> bool:
-        """True if landmarks come from all tokens, also from later ones."""
-        return self.landmarks != "learned"
 
     def _draws(self, draw: int) -> dict[str, Tensor]:
         if not self.is_random:
@@ -186,11 +177,6 @@ class NystromMap(FeatureMap):
             # As far out as tokens of unit variance are at the default scale.
             points = torch.randn(self.Z.shape, generator=gen, dtype=torch.float64, device="cpu")
             self.Z.copy_(points * self.head_dim**-0.25)
-
-    @property
-    def has_density(self) -> bool:
-        """False: landmarks are points, not frequencies."""
-        return False
 
     def _width(self) -> int:
         return self.num_landmarks  # fewer where there are fewer tokens

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernelformer.contract import PositiveSpec, Role, compute_dtype
 from kernelformer.errors import flag, positive_int
-from kernelformer.feature_maps.projection import DENSE
+from kernelformer.feature_maps.exponential import DENSE
 from kernelformer.feature_maps.statistics import CalibratedMap, Statistics
 
 
@@ -23,14 +23,11 @@ class OptimalSpec(PositiveSpec):
     the queries and of the keys.
     """
 
+    tied = False  # queries and keys are balanced by inverse factors
+
     def feature_dim(self, tensors: Sequence[Tensor], head_dim: int) -> int:
         """One feature per frequency."""
         return tensors[0].shape[-2]
-
-    @property
-    def tied(self) -> bool:
-        """False: queries and keys are balanced by inverse factors."""
-        return False
 
     def log_features(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> Tensor:
         """Evaluate the formula."""

@@ -221,15 +221,8 @@ class WildcatSpec(SignedSpec):
     token; W (B, H, r, r); the centre of the keys (B, H, D), as they come; tau (B, H, 1).
     """
 
-    @property
-    def has_factor(self) -> bool:
-        """True: rows carry their largest logarithm."""
-        return True
-
-    @property
-    def guarded(self) -> bool:
-        """False: a guard by norms would drown queries that are far from all keys; outputs are clipped instead."""
-        return False
+    has_factor = True
+    guarded = False  # a guard by norms would drown queries that are far from all keys; outputs are clipped instead
 
     def feature_dim(self, tensors: Sequence[Tensor], head_dim: int) -> int:
         """One feature per landmark."""
@@ -274,6 +267,7 @@ class WildcatMap(FeatureMap):
     """
 
     salt: Tensor
+    sees_sequence = True
 
     def __init__(
         self, *, head_dim: int, num_heads: int, num_landmarks: int = 128, pivots: str = "random", seed: int = 0
@@ -290,23 +284,9 @@ class WildcatMap(FeatureMap):
             settings={"num_landmarks": num_landmarks, "pivots": pivots},
         )
         self.num_landmarks, self.pivots = num_landmarks, pivots
+        self.is_random = pivots == "random"
         self.has_warned = False  # that all keys are landmarks
         self._start()
-
-    @property
-    def is_random(self) -> bool:
-        """True if landmarks are drawn."""
-        return self.pivots == "random"
-
-    @property
-    def sees_sequence(self) -> bool:
-        """True: landmarks come from all keys, later ones included."""
-        return True
-
-    @property
-    def has_density(self) -> bool:
-        """False: landmarks are points, not frequencies."""
-        return False
 
     def _draws(self, draw: int) -> dict[str, Tensor]:
         if not self.is_random:

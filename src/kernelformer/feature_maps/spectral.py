@@ -21,9 +21,8 @@ from kernelformer.contract import Spec
 from kernelformer.errors import choice, flag, number, positive_int
 from kernelformer.feature_maps.base import FIRST, FeatureMap, parameter
 from kernelformer.feature_maps.draws import generator
-from kernelformer.feature_maps.exponential import ExponentialSpec
+from kernelformer.feature_maps.exponential import DENSE, Dense, ExponentialSpec
 from kernelformer.feature_maps.fourier import FourierSpec
-from kernelformer.feature_maps.projection import DENSE, Dense
 
 Smoothing = float | Literal["noise"]
 STARTS = ("identity", "xavier")  # of a mixture's covariances

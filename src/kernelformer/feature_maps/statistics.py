@@ -60,12 +60,6 @@ class Statistics(nn.Module):
         self.digest = ""
         self.refresh()
 
-    @property
-    def counts(self) -> tuple[int, int]:
-        """Numbers of queries and keys seen by the map that saw the fewest."""
-        queries, keys = self.moments[:, :, -1, -1].amin(1).tolist()
-        return int(queries), int(keys)
-
     def add(self, moments: Tensor) -> None:
         """Add the moments of more queries and keys, as `moments_of` returns them."""
         total = self.moments + moments.to(self.moments)

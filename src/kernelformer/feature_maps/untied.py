@@ -14,7 +14,7 @@ from kernelformer.contract import PositiveChunks, PositiveSpec, Role, intern_for
 from kernelformer.errors import choice, flag, positive_int
 from kernelformer.feature_maps.base import FIRST, FeatureMap, parameter
 from kernelformer.feature_maps.draws import draw_frequencies, generator
-from kernelformer.feature_maps.projection import AffineChunks, Dense
+from kernelformer.feature_maps.exponential import AffineChunks, Dense
 from kernelformer.feature_maps.statistics import CalibratedMap, Statistics
 
 
@@ -32,6 +32,7 @@ class UntiedSpec(PositiveSpec):
             of the queries; their rows come head after head, (B, G, R L, D).
     """
 
+    tied = False
     query_units: int = 0
     key_units: int = 0
     mirrored: bool = False
@@ -40,11 +41,6 @@ class UntiedSpec(PositiveSpec):
     def feature_dim(self, tensors: Sequence[Tensor], head_dim: int) -> int:
         """One feature per row of W."""
         return self._linear.width(tensors)
-
-    @property
-    def tied(self) -> bool:
-        """False: queries and keys have separate maps."""
-        return False
 
     @property
     def _linear(self) -> Dense:

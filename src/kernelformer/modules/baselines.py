@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernelformer.contract import compute_dtype, no_autocast
+from kernelformer.contract import compute_dtype
 from kernelformer.errors import integer, positive_int
 from kernelformer.feature_maps.base import FIRST, parameter
 from kernelformer.feature_maps.draws import generator
@@ -43,8 +43,7 @@ class BaselineCore(AttentionCore):
         if call.key_mask is not None:
             hidden = ~call.key_mask[:, None, :, None]
             key, value = key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
-        with no_autocast(call.query.device.type):
-            out = self._whole(replace(call, query=call.query.to(work), key=key, value=value))
+        out = self._whole(replace(call, query=call.query.to(work), key=key, value=value))
         if call.key_mask is not None:  # a sample without any key
             out = out.masked_fill(~call.key_mask.any(1)[:, None, None, None], 0)
         return out.to(dtype), None

@@ -132,9 +132,8 @@ def check_tail(table: Tensor, middle: int, window: int, slope: Tensor | None, is
         return
     if slope is None:
         said = f"max_distance={window} says that the bias is constant beyond that distance"
-        assert_constant(table, middle, window, is_causal, f"{said}, and it is not; clip the table.")
-        reach = constant_beyond(table, middle, is_causal) if readable_without_sync(table) else 0
-        if reach > window:
+        reach = _reach_beyond(table, middle, window, is_causal, f"{said}, and it is not; clip the table.")
+        if reach is not None:
             raise ValueError(f"{said}, and it is beyond {reach} only; give max_distance={reach}, or clip the table.")
         return
     for tail in _tails(table, middle, window, is_causal):
@@ -163,14 +162,19 @@ def share_tail(table: Tensor, middle: int, window: int, is_causal: bool) -> Tens
 
 
 def _checks(x: Tensor) -> bool:
-    """Whether the numbers of a bias are checked: here if that is free, and by the device if the graph is compiled."""
+    """True if the numbers of a bias are checked: here if that is free, by the device in a compiled graph."""
     return x.numel() > 0 and (readable_without_sync(x) or torch.compiler.is_compiling())
 
 
-def assert_constant(table: Tensor, middle: int, window: int, is_causal: bool, message: str) -> None:
-    """Let a compiled graph check that a table is constant beyond the window, see `assert_values`."""
+def _reach_beyond(table: Tensor, middle: int, window: int, is_causal: bool, message: str) -> int | None:
+    """Return the distance beyond which a table is constant if that is above the window; None if not, or not known.
+
+    A compiled graph checks the table itself, with the message, see `assert_values`.
+    """
     for tail in _tails(table.detach(), middle, window, is_causal) if torch.compiler.is_compiling() else ():
         assert_values((tail == tail[:, :1]).all(), message)
+    reach = constant_beyond(table, middle, is_causal) if readable_without_sync(table) else 0
+    return reach if reach > window else None
 
 
 def _tails(table: Tensor, middle: int, window: int, is_causal: bool) -> list[Tensor]:
@@ -348,15 +352,14 @@ class BiasedAttention:
         table = bias.table[:, reach - min(near, reach) :]  # distances near .. 0
         if near > reach:  # all keys are kept: farther ones have the last entry
             table = torch.nn.functional.pad(table, (near - reach, 0), mode="replicate")
-        done = (
-            self._step(call, table, window, tensors)
-            if window and isinstance(self.feature_map.spec, PositiveSpec)
-            else None
-        )
-        return (*self._stream(call, table, window, tensors), None) if done is None else done
+        if window and call.state is not None and isinstance(self.feature_map.spec, PositiveSpec):
+            done = self._step(call, call.state, table, window, tensors)
+            if done is not None:
+                return done
+        return *self._stream(call, table, window, tensors), None
 
     def _step(
-        self, call: Call, table: Tensor, window: int, tensors: Sequence[Tensor]
+        self, call: Call, state: State, table: Tensor, window: int, tensors: Sequence[Tensor]
     ) -> tuple[Tensor, tuple[Tensor, ...], Place] | None:
         """Attend with one token of a stream under a positive map, where its near keys can lie in buffers.
 
@@ -365,14 +368,8 @@ class BiasedAttention:
 
             log sum_m exp(l_m(q) + l_m(k)) = log sum_m exp(l_m(q) - a) phi_m + a + c          a = max_m l_m(q)
 
-        Args:
-            call: of the token.
-            table: (H, n + 1) for n near keys.
-            window: the number of keys that are kept.
-            tensors: of the map.
+        The bias is a table (H, n + 1) for n near keys, of which ``window`` are kept.
         """
-        if call.state is None:
-            return None
         spec, (key, value, mask) = cast(PositiveSpec, self.feature_map.spread_spec), self._new_tokens(call)
 
         def features(keys: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
@@ -380,8 +377,8 @@ class BiasedAttention:
             top = logs.amax(3, keepdim=True).clamp_min_(EMPTY)
             return (logs - top).exp_(), top
 
-        *sums, near_key, near_value, near_mask = call.state.tensors
-        place, kept = cast("Place | None", call.state.near), (near_key, near_value, near_mask)
+        *sums, near_key, near_value, near_mask = state.tensors
+        place, kept = cast("Place | None", state.near), (near_key, near_value, near_mask)
         settled = place is not None and place.tokens[0] is near_key
         pushed = push(kept, key, value, mask, place, window=window, mapping=features)
         tokens, (gone, gone_value, shown), place = pushed
@@ -406,26 +403,22 @@ class BiasedAttention:
         if not settled or not sums:
             sums = _as_means(sums, gone_value, self.feature_map.feature_dim)
         hidden = None if shown is None else ~shown[:, None, :, None]
-        state = (sums[0].transpose(2, 3), sums[1])
-        out, (total, mean) = step_positive(new, logits, gone_value, state, hidden=hidden, near=near)
+        out, (total, mean) = step_positive(
+            new, logits, gone_value, (sums[0].transpose(2, 3), sums[1]), hidden=hidden, near=near
+        )
         if call.bias is not None and call.bias.slope is not None:
             total = total - call.bias.slope.to(total.dtype).view(1, -1, 1, 1)
         return out, (total.transpose(2, 3), mean, *sums[2:], *tokens), place
 
     def made_by(self, call: Call) -> MadeBy:
-        """What a stream that starts with this call keeps one by one, and whether its bias falls beyond."""
+        """Number of keys that a stream starting with this call keeps one by one, and whether its bias falls beyond."""
         assert call.bias is not None
         window = call.bias.window
         return ((NEAR, "all" if window is None else window), (FADES, call.bias.slope is not None))
 
-    def values_of(self, call: Call, state: State) -> tuple[Tensor, tuple[int, ...]]:
-        """The near values of a state, and the shape that they must have for a call."""
-        values = state.tensors[-2]
-        return values, (call.key.shape[0], self.feature_map.num_heads, values.shape[2], call.value.shape[-1])
-
     @staticmethod
     def _window(state: State, bias: Bias) -> int | None:
-        """How many keys a state keeps one by one; None means all of them."""
+        """Number of keys that a state keeps one by one; None means all of them."""
         made = dict(state.made_by)
         if made[FADES] != (bias.slope is not None):
             with_, here = ("with", "none") if made[FADES] else ("without", "one")
@@ -487,12 +480,9 @@ class BiasedAttention:
 
 
 def _as_means(sums: Sequence[Tensor], value: Tensor, features: int) -> list[Tensor]:
-    """The sums of a state, shift, kv, ks and ns (see `RelativeCall`), such that ks is 1: as log masses and means.
+    """Rescale the sums of a state, shift, kv, ks and ns (see `RelativeCall`), to ks = 1: log masses and means.
 
-    Args:
-        sums: or none, where no key has left the window yet.
-        value: (B, H, 1, E).
-        features: M.
+    Those of no keys where no key has left the window yet.
     """
     if not sums:
         (batch, heads, _, width), ones = value.shape, value.new_ones(*value.shape[:2], features, 1)
@@ -514,8 +504,7 @@ def _constant_beyond(bias: Bias, window: int) -> Bias:
     """The bias, checked to be constant where the state has sums only; see `share_tail`."""
     said = f"the state keeps {window} keys one by one, so the bias must be constant beyond that distance, and it is"
     middle = bias.layout.L - 1 + bias.layout.offset
-    assert_constant(bias.table, middle, window, True, f"{said} not; start anew with a larger max_distance.")
-    reach = constant_beyond(bias.table, middle, True) if readable_without_sync(bias.table) else 0
-    if reach > window:
+    reach = _reach_beyond(bias.table, middle, window, True, f"{said} not; start anew with a larger max_distance.")
+    if reach is not None:
         raise ValueError(f"{said} beyond {reach} only; start anew with max_distance={reach}.")
     return replace(bias, table=share_tail(bias.table, middle, window, True))

@@ -17,45 +17,6 @@ if TYPE_CHECKING:
     from kernelformer.modules.core import AttentionCore
 
 
-class Calibrated(nn.Module):
-    """Mixin of attention cores that can be calibrated."""
-
-    method: str
-    scale: float
-
-    @property
-    def calibrates(self) -> bool:
-        """True if its map depends on statistics of queries and keys, so that `calibrate` has something to do."""
-        phi = getattr(self, "feature_map", None)
-        return isinstance(phi, CalibratedMap) and phi.statistics is not None
-
-    def calibrate(
-        self, query: Tensor, key: Tensor, key_mask: Tensor | None = None, *, query_mask: Tensor | None = None
-    ) -> None:
-        """Add queries and keys to the statistics of the map, beside those of earlier calls.
-
-        They are like those of `forward`, before the scale. All pairs of a query and a key count alike, whichever
-        sample they are from; hidden tokens leave no trace. States from before do not fit afterwards.
-
-        Args:
-            query: (B, H, L, D).
-            key: (B, G, S, D), G divides H.
-            key_mask: (B, S) bool, which keys are real.
-            query_mask: (B, L) bool, which queries are real; default as in `forward`.
-
-        Raises:
-            ValueError: the method has nothing to calibrate; other heads or another head_dim than the core's; NaN or an
-                infinity in a real token; no real token. Nothing is counted then.
-        """
-        phi = _calibrated_map(self)
-        phi.check_calibration(self.scale)
-        phi.calibrate(_moments(self, query, key, key_mask, query_mask), self.scale)
-
-    def reset_calibration(self) -> None:
-        """Clear all statistics: the map is as it was before the first calibration."""
-        _calibrated_map(self).reset_calibration()
-
-
 def calibrate(model: nn.Module, batches: Iterable[Any], *, reset: bool = False, exact: bool = False) -> dict[str, int]:
     """Calibrate every attention of a model that has something to calibrate, by running it.
 
@@ -79,7 +40,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, reset: bool = False, 
     Raises:
         ValueError: the model has nothing to calibrate, there are no batches, or none reached an attention.
     """
-    cores = {name: x for name, x in model.named_modules() if isinstance(x, Calibrated) and x.calibrates}
+    cores = {name: x for name, x in model.named_modules() if getattr(x, "calibrates", False)}
     if not cores:
         raise ValueError(
             f"{type(model).__name__} has no attention with statistics to calibrate; use 'favor++', 'favor#', or "
@@ -91,7 +52,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, reset: bool = False, 
             f"a single one into a list."
         )
     for core in cores.values() if not reset else ():
-        _calibrated_map(core).check_calibration(core.scale)
+        calibrated_map(core).check_calibration(core.scale)
     seen: dict[str, Tensor] = {}
     with evaluating(model), torch.no_grad(), _watching(cores, seen), _attending_exactly(cores if exact else {}):
         count = 0
@@ -104,7 +65,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, reset: bool = False, 
             f"batches that run through it, and to a decoder use_cache=False."
         )
     for name, moments in seen.items():
-        phi = _calibrated_map(cores[name])
+        phi = calibrated_map(cores[name])
         if reset:
             phi.reset_calibration()
         phi.calibrate(moments, cores[name].scale)
@@ -117,7 +78,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, reset: bool = False, 
     return {name: int(seen[name][0, 0, -1, -1]) if name in seen else 0 for name in cores}
 
 
-def _calibrated_map(core: Calibrated) -> CalibratedMap:
+def calibrated_map(core: AttentionCore) -> CalibratedMap:
     """Return the calibrated map of a core.
 
     Raises:
@@ -131,15 +92,15 @@ def _calibrated_map(core: Calibrated) -> CalibratedMap:
     return cast(CalibratedMap, core.feature_map)
 
 
-def _moments(
-    core: Calibrated, query: Tensor, key: Tensor, key_mask: Tensor | None, query_mask: Tensor | None
+def real_moments(
+    core: AttentionCore, query: Tensor, key: Tensor, key_mask: Tensor | None, query_mask: Tensor | None
 ) -> Tensor:
     """Compute `moments_of` the real tokens, as the map of a core sees them."""
-    full, phi = cast("AttentionCore", core), _calibrated_map(core)
-    call = Call(query=query, key=key, value=key, scale=full.scale, key_mask=key_mask, query_mask=query_mask)
-    call = full._accept(call)
+    phi = calibrated_map(core)
+    call = Call(query=query, key=key, value=key, scale=core.scale, key_mask=key_mask, query_mask=query_mask)
+    call = core._accept(call)
     with torch.no_grad():
-        tokens = full._normalize_qk(call.query, call.key, call.key_mask)
+        tokens = core._normalize_qk(call.query, call.key, call.key_mask)
         masks = {"queries": call.real_queries, "keys": call.key_mask}
         rows = [_rows(x, mask, phi.heads) for x, mask in zip(tokens, masks.values(), strict=True)]
         for name, x in zip(masks, rows, strict=True):
@@ -173,13 +134,13 @@ def _call(model: nn.Module, batch: Any) -> None:
 
 
 @contextmanager
-def _watching(cores: Mapping[str, Calibrated], seen: dict[str, Tensor]) -> Iterator[None]:
+def _watching(cores: Mapping[str, AttentionCore], seen: dict[str, Tensor]) -> Iterator[None]:
     """Sum up the moments of the inputs of cores, by name."""
 
     def hook(name: str) -> Any:
-        def count(core: Calibrated, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        def count(core: AttentionCore, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             given = {**dict(zip(("query", "key"), args, strict=False)), **keywords}
-            new = _moments(core, *(given.get(x) for x in ("query", "key", "key_mask", "query_mask")))  # type: ignore[arg-type]
+            new = real_moments(core, *(given.get(x) for x in ("query", "key", "key_mask", "query_mask")))  # type: ignore[arg-type]
             seen[name] = seen[name] + new if name in seen else new
 
         return count
@@ -193,14 +154,13 @@ def _watching(cores: Mapping[str, Calibrated], seen: dict[str, Tensor]) -> Itera
 
 
 @contextmanager
-def _attending_exactly(cores: Mapping[str, Calibrated]) -> Iterator[None]:
+def _attending_exactly(cores: Mapping[str, AttentionCore]) -> Iterator[None]:
     """Replace the forward of cores by softmax attention for a block."""
     from kernelformer.modules.exact import SoftmaxCore  # which is itself a core
 
     for core in cores.values():
-        full = cast("AttentionCore", core)
-        sizes: dict[str, Any] = {"head_dim": full.head_dim, "num_heads": full.num_heads, "scale": full.scale}
-        vars(core)["forward"] = SoftmaxCore("softmax", normalize_qk=full.normalize_qk, **sizes).forward
+        sizes: dict[str, Any] = {"head_dim": core.head_dim, "num_heads": core.num_heads, "scale": core.scale}
+        vars(core)["forward"] = SoftmaxCore("softmax", normalize_qk=core.normalize_qk, **sizes).forward
     try:
         yield
     finally:

@@ -30,7 +30,7 @@ class Bias:
     slope: Tensor | None = None  # (H), the fall of that line per token
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Call:
     """Checked inputs of one call of an attention core."""
 
@@ -64,72 +64,11 @@ class Call:
         return self.key_mask if self.query.shape[2] == self.key.shape[2] else None
 
 
-_LAYOUT = "(batch, heads, length, head_dim)"
-
-
 def check_scale(scale: float) -> float:
     """Check that a scale is positive and finite, and return it as a float."""
     if not isinstance(scale, int | float) or not (0 < scale < math.inf):
         raise ValueError(f"scale must be positive and finite, got {scale}.")
     return float(scale)
-
-
-def check_floats(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Check that queries, keys and values are floating point tensors."""
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, Tensor):
-            raise ValueError(f"{name} must be a tensor, got {type(x).__name__}; convert it with torch.as_tensor().")
-        if not x.is_floating_point():
-            raise ValueError(f"{name} must be a floating point tensor, got {x.dtype}; convert it with .float().")
-
-
-def check_inputs(
-    query: Tensor, key: Tensor, value: Tensor, *, head_dim: int, num_heads: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Check that types, shapes, dtypes and devices fit each other and the core; under autocast return its dtype."""
-    check_floats(query, key, value)
-    kind = query.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        query, key, value = (x if x.dtype == torch.float64 else x.to(dtype) for x in (query, key, value))
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.dim() != 4:
-            raise ValueError(f"{name} must be {_LAYOUT}, got shape {shape(x)}.")
-    if not (query.dtype == key.dtype == value.dtype):
-        raise ValueError(
-            f"query, key and value must have one dtype, got {query.dtype}, {key.dtype} and {value.dtype}; "
-            f"convert with .to()."
-        )
-    if not (query.device == key.device == value.device):
-        raise ValueError(
-            f"query, key and value must be on one device, got {query.device}, {key.device} and {value.device}."
-        )
-    if query.shape[-1] != key.shape[-1]:
-        raise ValueError(
-            f"query and key must have the same head dimension, got {query.shape[-1]} and {key.shape[-1]} "
-            f"(shapes {shape(query)} and {shape(key)})."
-        )
-    for name, built, got in (("head_dim", head_dim, query.shape[-1]), ("num_heads", num_heads, query.shape[1])):
-        if built != got:
-            raise ValueError(
-                f"this core was built with {name}={built}, got queries of shape {shape(query)}; "
-                f"build it with {name}={got}."
-            )
-    if key.shape[:3] != value.shape[:3]:
-        raise ValueError(
-            f"key and value must have the same batch, heads and length, got shapes {shape(key)} and {shape(value)}."
-        )
-    if query.shape[0] != key.shape[0]:
-        raise ValueError(
-            f"query and key must have the same batch size, got {query.shape[0]} and {key.shape[0]} "
-            f"(shapes {shape(query)} and {shape(key)})."
-        )
-    if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
-        raise ValueError(
-            f"the number of key heads must divide that of query heads, got {key.shape[1]} and {query.shape[1]} "
-            f"(shapes {shape(key)} and {shape(query)})."
-        )
-    return query, key, value
 
 
 def check_mask(mask: Tensor, tokens: Tensor, what: Literal["key", "query"] = "key") -> None:
@@ -150,27 +89,6 @@ def check_mask(mask: Tensor, tokens: Tensor, what: Literal["key", "query"] = "ke
     if mask.device != tokens.device:
         words = "keys" if what == "key" else "queries"
         raise ValueError(f"{name} must be on the device of the {words}, got {mask.device} and {tokens.device}.")
-
-
-def check_gate(gate: Tensor, key: Tensor, heads: int, refuses: str | None = None) -> None:
-    """Check that a gate is a floating point tensor (B, H, S), for keys (B, G, S, D) and H query heads.
-
-    ``refuses`` is the method, if it takes none.
-    """
-    if refuses is not None:
-        given = f"one of shape {shape(gate)}" if isinstance(gate, Tensor) else repr(gate)
-        raise ValueError(f"{refuses!r} takes no gate, got {given}; use 'rfa-gate'.")
-    if not isinstance(gate, Tensor):
-        raise ValueError(f"gate must be a tensor, got {type(gate).__name__}; convert it with torch.as_tensor().")
-    if not gate.is_floating_point():
-        raise ValueError(f"gate must be a floating point tensor in (0, 1), got {gate.dtype}; convert it with .float().")
-    size = (key.shape[0], heads, key.shape[2])
-    if gate.shape != size:
-        raise ValueError(
-            f"gate must be (batch, heads, length) = {size}, got {shape(gate)}; one gate per query head and token."
-        )
-    if gate.device != key.device:
-        raise ValueError(f"gate must be on the device of the keys, got {gate.device} and {key.device}.")
 
 
 def can_read(x: Tensor) -> bool:
@@ -198,37 +116,6 @@ def check_range(gate: Tensor) -> None:
         raise ValueError(
             f"gate must be in (0, 1), got values from {least:g} to {most:g}; pass torch.sigmoid of the logits."
         )
-
-
-def check_step(query: Tensor, key: Tensor) -> None:
-    """Check that a step has one query and one key."""
-    if query.shape[2] != 1 or key.shape[2] != 1:
-        raise ValueError(
-            f"step takes one token, got {query.shape[2]} queries and {key.shape[2]} keys (shapes {shape(query)} and "
-            f"{shape(key)}); for more, call the core with is_causal=True, state=... and return_state=True."
-        )
-
-
-def check_stream(query: Tensor, key: Tensor, is_causal: bool) -> None:
-    """Check that a call can be part of a stream: causal, with as many queries as keys."""
-    if not is_causal:
-        raise ValueError("a state needs is_causal=True, got is_causal=False: without causality nothing is past.")
-    if query.shape[2] != key.shape[2]:
-        raise ValueError(
-            f"with a state queries and keys are the same tokens, got {query.shape[2]} queries and {key.shape[2]} keys."
-        )
-
-
-def check_memory(memory: State, method: str, maker: dict[str, object]) -> None:
-    """Check that a memory comes from `remember` of a core with these settings."""
-    made = dict(memory.made_by) if isinstance(memory, State) else {}
-    if "remembers" not in made:
-        given = f"a state of {made['method']!r}" if made else type(memory).__name__
-        raise ValueError(f"recall needs what remember of this {method!r} core returned, got {given}.")
-    del made["remembers"]
-    problem = config_mismatch(made, maker)
-    if problem:
-        raise ValueError(f"{problem}; remember the context again.")
 
 
 def config_mismatch(theirs: dict[str, object], ours: dict[str, object]) -> str | None:
@@ -302,11 +189,3 @@ def check_near(
             f"align=True moves the keys of {method!r} by what cancels under its own normalization only, got {asked}; "
             f"leave one of them out."
         )
-
-
-def cannot_stream(method: str, what: str) -> ValueError:
-    """Return the error for a stream of a method whose state would grow, where ``what`` asks for one."""
-    return ValueError(
-        f"{method!r} cannot stream, but {what} was asked for: its state would grow with the context. Use a method with "
-        f"a feature map, such as 'favor+', or keep keys and values and call the core with all of them."
-    )

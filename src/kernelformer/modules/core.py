@@ -2,42 +2,90 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from kernelformer.attention import State
-from kernelformer.attention.dispatch import check_algorithm, is_exporting
+from kernelformer.attention.dispatch import check_algorithm
 from kernelformer.attention.state import MadeBy
-from kernelformer.contract import compute_dtype, within_transforms
+from kernelformer.contract import compute_dtype, no_autocast, within_transforms
 from kernelformer.errors import flag, positive_int, shape
+from kernelformer.feature_maps.statistics import CalibratedMap
 from kernelformer.modules.bias import check_bias, check_step_bias
-from kernelformer.modules.calibration import Calibrated
-from kernelformer.modules.checks import (
-    Call,
-    cannot_stream,
-    check_gate,
-    check_inputs,
-    check_mask,
-    check_memory,
-    check_scale,
-    check_step,
-    check_stream,
-)
+from kernelformer.modules.calibration import calibrated_map, real_moments
+from kernelformer.modules.checks import Call, check_mask, check_scale, config_mismatch
 from kernelformer.modules.context import ACTIVE, needs_whole
 from kernelformer.modules.packed import attend_packed, check_packed, enter_segment, last_id
 from kernelformer.modules.split import attend_split
-from kernelformer.modules.split_cores import CoreSplit
-from kernelformer.modules.window import check_export
 
 # Arguments of `AttentionCore.forward` that say something of a bias, where they say nothing.
 NOTHING_KNOWN: dict[str, Any] = {"algorithm": None, "max_distance": None, "slope": None, "num_prefix": 0}
 
 
-class AttentionCore(Calibrated):
+def check_floats(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Check that queries, keys and values are floating point tensors."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(x).__name__}; convert it with torch.as_tensor().")
+        if not x.is_floating_point():
+            raise ValueError(f"{name} must be a floating point tensor, got {x.dtype}; convert it with .float().")
+
+
+def check_inputs(call: Call, *, head_dim: int, num_heads: int) -> Call:
+    """Check that types, shapes, dtypes and devices fit each other and the core; under autocast convert to its dtype."""
+    check_floats(call.query, call.key, call.value)
+    kind = call.query.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        query, key, value = (x if x.dtype == torch.float64 else x.to(dtype) for x in (call.query, call.key, call.value))
+        call = replace(call, query=query, key=key, value=value)
+    query, key, value = call.query, call.key, call.value
+    q, k, v = query.shape, key.shape, value.shape
+    for name, size in (("query", q), ("key", k), ("value", v)):
+        if len(size) != 4:
+            raise ValueError(f"{name} must be (batch, heads, length, head_dim), got shape {tuple(size)}.")
+    if not (query.dtype == key.dtype == value.dtype):
+        raise ValueError(
+            f"query, key and value must have one dtype, got {query.dtype}, {key.dtype} and {value.dtype}; "
+            f"convert with .to()."
+        )
+    if not (query.device == key.device == value.device):
+        raise ValueError(
+            f"query, key and value must be on one device, got {query.device}, {key.device} and {value.device}."
+        )
+    if q[3] != k[3]:
+        raise ValueError(
+            f"query and key must have the same head dimension, got {q[3]} and {k[3]} "
+            f"(shapes {tuple(q)} and {tuple(k)})."
+        )
+    for name, built, got in (("head_dim", head_dim, q[3]), ("num_heads", num_heads, q[1])):
+        if built != got:
+            raise ValueError(
+                f"this core was built with {name}={built}, got queries of shape {tuple(q)}; build it with {name}={got}."
+            )
+    if k[:3] != v[:3]:
+        raise ValueError(
+            f"key and value must have the same batch, heads and length, got shapes {tuple(k)} and {tuple(v)}."
+        )
+    if q[0] != k[0]:
+        raise ValueError(
+            f"query and key must have the same batch size, got {q[0]} and {k[0]} (shapes {tuple(q)} and {tuple(k)})."
+        )
+    if k[1] == 0 or q[1] % k[1]:
+        raise ValueError(
+            f"the number of key heads must divide that of query heads, got {k[1]} and {q[1]} "
+            f"(shapes {tuple(k)} and {tuple(q)})."
+        )
+    return call
+
+
+class AttentionCore(nn.Module):
     """Attention over given queries, keys and values: everything between the projections.
 
     `forward` and `step` check their arguments and make a `Call` of them. A method implements `_attend` and, where it
@@ -51,13 +99,15 @@ class AttentionCore(Calibrated):
         normalize_qk: divide queries and keys by their L2 norm first (NPRF with RPE, Sec. 3.2).
     """
 
-    splits: type[CoreSplit] | None = None  # how it attends over ranks; None: it cannot
+    streams_all = False  # whether it streams whatever its settings
+    splits = False  # whether it attends over ranks
     takes_gate = False
     takes_bias = False
     takes_segments = True
     has_near = False  # whether near tokens and the first ones are attended to exactly, others not
     takes_dropout = False  # whether it forms weights that can be dropped
     attention_dropout = 0.0  # the share that training drops
+    map_heads = 0  # key heads with feature maps of their own; 0: any number fits
     mixes_queries = False  # whether one query's output depends on the others
     export_refusal: str = ""  # why no graph of any length can be made of it
     takes_loops = False  # whether it knows the algorithms "chunked" and "plain"
@@ -126,39 +176,41 @@ class AttentionCore(Calibrated):
         Returns:
             (B, H, L, E), zero where no key is visible; with ``return_state`` also the state.
         """
-        ranks = ACTIVE[-1] if ACTIVE else None
         loop = None if algorithm is None else check_algorithm(algorithm, self.method, self.takes_loops)
-
-        def make_call() -> Call:
-            call = Call(
-                query=query,
-                key=key,
-                value=value,
-                scale=self._resolve_scale(scale),
-                is_causal=is_causal,
-                key_mask=key_mask,
-                query_mask=query_mask,
-                gate=gate,
-                segment_ids=segment_ids,
-                state=state,
-                streams=return_state,
-                algorithm=loop,
-            )
-            asked = None if loop else algorithm
-            known = {"algorithm": asked, "max_distance": max_distance, "slope": slope, "num_prefix": num_prefix}
-            return self._checked(call, bias, known, whole=ranks is None)
-
-        if ranks is not None:
-            out, after = attend_split(self, make_call, ranks)
-        elif segment_ids is None:
-            out, after = self._attend_alone(make_call())
-        else:  # boundaries have to be read, which a graph cannot
-            packed = torch.compiler.disable(attend_packed) if torch.compiler.is_compiling() else attend_packed
-            out, after = packed(self, make_call())
+        asked = None if loop else algorithm
+        known = {"algorithm": asked, "max_distance": max_distance, "slope": slope, "num_prefix": num_prefix}
+        call = Call(
+            query=query,
+            key=key,
+            value=value,
+            scale=self.scale,
+            is_causal=is_causal,
+            key_mask=key_mask,
+            query_mask=query_mask,
+            gate=gate,
+            segment_ids=segment_ids,
+            state=state,
+            streams=return_state,
+            dropout=self.attention_dropout if self.training else 0.0,
+            algorithm=loop,
+        )
+        if ACTIVE:
+            out, after = attend_split(self, partial(self._checked, call, scale, bias, known, whole=False), ACTIVE[-1])
+        else:
+            call = self._checked(call, scale, bias, known)
+            if segment_ids is None:
+                out, after = self._attend_alone(call)
+            else:  # boundaries have to be read, which a graph cannot
+                packed = torch.compiler.disable(attend_packed) if torch.compiler.is_compiling() else attend_packed
+                out, after = packed(self, call)
         return (out, after) if return_state and after is not None else out
 
-    def _checked(self, call: Call, bias: Tensor | None, known: dict[str, Any], *, whole: bool) -> Call:
-        """Check that the arguments fit one another and the core, and add the bias with what is ``known`` of it."""
+    def _checked(
+        self, call: Call, scale: float | None, bias: Tensor | None, known: dict[str, Any], *, whole: bool = True
+    ) -> Call:
+        """Check that the arguments fit one another and the core, and add the scale and the bias of the call."""
+        if scale is not None:
+            call = replace(call, scale=self._resolve_scale(scale))
         call = self._accept(call)
         streams = call.streams or call.state is not None
         if streams:
@@ -170,7 +222,7 @@ class AttentionCore(Calibrated):
         if streams:
             self._check_stream(call)
         if call.gate is not None:
-            self._check_gate(call)
+            self._check_gate(call.gate, call.key)
         if call.segment_ids is not None or call.state is not None:
             check_packed(self, call)
         problem = self.refusal(call.is_causal)
@@ -211,12 +263,13 @@ class AttentionCore(Calibrated):
         Returns:
             (B, H, 1, E) and the state after the token.
         """
-        needs_whole("step", "let one process generate, from the state of the last rank")
+        if ACTIVE:
+            needs_whole("step", "let one process generate, from the state of the last rank")
         if bias is not None:
             self._check_takes_bias(bias)
         elif slope is not None:
             raise ValueError("slope goes with a bias, and none was given.")
-        scale = self._resolve_scale(scale)
+        scale = self.scale if scale is None else self._resolve_scale(scale)
         fits = self._fits(query, key, value, scale) if key_mask is None else ()
         if fits and bias is not None:
             fits = (*fits, bias.shape, bias.dtype, bias.device, slope is None) if isinstance(bias, Tensor) else ()
@@ -231,28 +284,34 @@ class AttentionCore(Calibrated):
             segment_ids=segment_ids,
             state=state,
             streams=True,
+            dropout=self.attention_dropout if self.training else 0.0,
             fits=fits,
         )
         if not call.fits or not isinstance(state, State) or state.fits != call.fits:
             self._check_can_stream(call, "step")
             call = self._accept(call)
-            check_step(call.query, call.key)
+            if call.query.shape[2] != 1 or call.key.shape[2] != 1:
+                raise ValueError(
+                    f"step takes one token, got {call.query.shape[2]} queries and {call.key.shape[2]} keys (shapes "
+                    f"{shape(call.query)} and {shape(call.key)}); for more, call the core with is_causal=True, "
+                    f"state=... and return_state=True."
+                )
             if bias is not None:
                 call = replace(call, bias=check_step_bias(bias, slope, self.num_heads))
             self._check_stream(call)
         elif bias is not None:  # its numbers may be others than those of the step before
             call = replace(call, bias=check_step_bias(bias, slope, self.num_heads))
         if call.gate is not None:
-            self._check_gate(call)
+            self._check_gate(call.gate, call.key)
         if segment_ids is not None or (state is not None and state.last_id is not None):
             check_packed(self, call)
-        if is_exporting():
-            check_export(self, call)
-        given = call if segment_ids is None else enter_segment(self, call)
-        given = self._normalized(given) if self.normalize_qk else given
-        out, after = within_transforms(self.method, self._step, given)
-        out = out if out.dtype == call.query.dtype else out.to(call.query.dtype)
-        return out, after if segment_ids is None else replace(after, last_id=last_id(call))
+        if segment_ids is None:
+            out, after = self._attend_alone(call, self._step)
+        else:
+            out, after = self._attend_alone(enter_segment(self, call), self._step)
+            after = None if after is None else replace(after, last_id=last_id(call))
+        assert after is not None
+        return out, after
 
     def remember(self, key: Tensor, value: Tensor, *, key_mask: Tensor | None = None) -> State:
         """Summarize a whole context, (B, G, S, D) and (B, G, S, E), for `recall`; here all of it is kept."""
@@ -277,7 +336,15 @@ class AttentionCore(Calibrated):
         return (("method", self.method),)
 
     def _check_memory(self, memory: State) -> None:
-        check_memory(memory, self.method, dict(self._maker()))
+        """Check that a memory comes from `remember` of a core with these settings."""
+        made = dict(memory.made_by) if isinstance(memory, State) else {}
+        if "remembers" not in made:
+            given = f"a state of {made['method']!r}" if made else type(memory).__name__
+            raise ValueError(f"recall needs what remember of this {self.method!r} core returned, got {given}.")
+        del made["remembers"]
+        problem = config_mismatch(made, dict(self._maker()))
+        if problem:
+            raise ValueError(f"{problem}; remember the context again.")
 
     def refusal(self, causal: bool) -> ValueError | None:
         """Return the error for this causality, before any input is there, or None."""
@@ -290,6 +357,38 @@ class AttentionCore(Calibrated):
     def feature_dim(self) -> int | None:
         """M, the width of phi; None for exact methods."""
         return None
+
+    @property
+    def calibrates(self) -> bool:
+        """True if its map depends on statistics of queries and keys, so that `calibrate` has something to do."""
+        phi = getattr(self, "feature_map", None)
+        return isinstance(phi, CalibratedMap) and phi.statistics is not None
+
+    def calibrate(
+        self, query: Tensor, key: Tensor, key_mask: Tensor | None = None, *, query_mask: Tensor | None = None
+    ) -> None:
+        """Add queries and keys to the statistics of the map, beside those of earlier calls.
+
+        They are like those of `forward`, before the scale. All pairs of a query and a key count alike, whichever
+        sample they are from; hidden tokens leave no trace. States from before do not fit afterwards.
+
+        Args:
+            query: (B, H, L, D).
+            key: (B, G, S, D), G divides H.
+            key_mask: (B, S) bool, which keys are real.
+            query_mask: (B, L) bool, which queries are real; default as in `forward`.
+
+        Raises:
+            ValueError: the method has nothing to calibrate; other heads or another head_dim than the core's; NaN or an
+                infinity in a real token; no real token. Nothing is counted then.
+        """
+        phi = calibrated_map(self)
+        phi.check_calibration(self.scale)
+        phi.calibrate(real_moments(self, query, key, key_mask, query_mask), self.scale)
+
+    def reset_calibration(self) -> None:
+        """Clear all statistics: the map is as it was before the first calibration."""
+        calibrated_map(self).reset_calibration()
 
     def attention_matrix(
         self,
@@ -323,49 +422,89 @@ class AttentionCore(Calibrated):
         """The method itself, and the state after the keys where one is wanted."""
         raise TypeError(f"{type(self).__name__} does not say how it attends.")
 
-    def _attend_alone(self, call: Call) -> tuple[Tensor, State | None]:
-        """Attend with one sequence a row."""
-        if is_exporting():
-            check_export(self, call)
+    def _attend_alone(
+        self, call: Call, attend: Callable[[Call], tuple[Tensor, State | None]] | None = None
+    ) -> tuple[Tensor, State | None]:
+        """Attend with one sequence a row, by `_attend` or by `_step`, in the precision of the arithmetic."""
+        if torch.compiler.is_exporting():
+            self._check_export(call)
+        dtype, attend = call.query.dtype, attend or self._attend
         if self.normalize_qk and not self._normalizes_itself(call):
-            out, after = within_transforms(self.method, self._attend, self._normalized(call))
-        else:
-            out, after = within_transforms(self.method, self._attend, call)
-        return out.to(call.query.dtype), after
+            call = self._normalized(call)
+        with no_autocast(call.query.device.type):
+            if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+                out, after = attend(call)
+            else:
+                out, after = within_transforms(self.method, attend, call)
+        return out if out.dtype == dtype else out.to(dtype), after
+
+    def _check_export(self, call: Call) -> None:
+        """Raise a ValueError where `torch.export` traces a call of any length, or a step, that it cannot."""
+        if call.state is None and not isinstance(call.query.shape[2], torch.SymInt):
+            return
+        reason = self.export_refusal
+        if not reason and call.bias is not None:
+            reason = "attends with a relative position bias, whose table is as long as the sequence"
+        if reason:
+            raise ValueError(
+                f"{self.method!r} {reason}: it cannot be exported with a dynamic length. Use a method such as 'favor+' "
+                f"or 'loglinear' without a bias, or export the graph for one length."
+            )
 
     def _forget(self, state: State, samples: Tensor) -> State:
         """The state as if some samples, (B) bool, had seen nothing yet; its length, and what distances are, stay."""
         raise TypeError(f"{type(self).__name__} does not say how a state forgets.")
 
     def _step(self, call: Call) -> tuple[Tensor, State]:
-        """One token of a stream; by default as any other call."""
+        """Attend with one token of a stream; by default as in any other call."""
         out, after = self._attend(call)
         assert after is not None
         return out, after
 
     def _stream_refusal(self, what: str) -> ValueError | None:
         """Return the error for a stream, where ``what`` asks for one, or None."""
-        return cannot_stream(self.method, what)
+        if self.streams_all:
+            return None
+        return ValueError(
+            f"{self.method!r} cannot stream, but {what} was asked for: its state would grow with the context. Use a "
+            f"method with a feature map, such as 'favor+', or keep keys and values and call the core with all of them."
+        )
+
+    def _made_by(self, scale: float) -> MadeBy:
+        """Settings that a state depends on."""
+        return (("method", self.method), ("normalize_qk", self.normalize_qk), ("scale", scale))
+
+    def _made_for(self, call: Call) -> MadeBy:
+        """Settings that a state of this call depends on."""
+        return self._made_by(call.scale)
+
+    def _state(self, tensors: Sequence[Tensor], call: Call, near: object | None = None) -> State:
+        """Make the state after a call, with the buffers that its near keys lie in."""
+        before = call.state
+        length, made_by = (0, self._made_for(call)) if before is None else (before.length, before.made_by)
+        return State(tuple(tensors), length + call.key.shape[2], made_by, call.fits, near)
 
     def _misfit(self, call: Call, state: State) -> str | None:
         """Describe how a state does not fit a call, or return None."""
         raise TypeError(f"{type(self).__name__} does not say which states it goes on from.")
 
     def _fits(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[object, ...]:
-        """Everything that the checks of a step look at, so that a stream is checked once; () to check every time."""
+        """Facts that the checks of a step look at, so that a stream is checked once; () to check every time."""
         return ()
 
-    def _resolve_scale(self, scale: float | None) -> float:
-        """The scale of a call, from the one that it was given."""
-        return self.scale if scale is None else check_scale(scale)
+    def _resolve_scale(self, scale: float) -> float:
+        """Return the scale of a call that was given one."""
+        return check_scale(scale)
 
     def _accept(self, call: Call) -> Call:
         """Check queries, keys, values and masks; under autocast they take its dtype, as torch's own attention does."""
-        query, key, value = check_inputs(
-            call.query, call.key, call.value, head_dim=self.head_dim, num_heads=self.num_heads
-        )
-        if query is not call.query or key is not call.key or value is not call.value:
-            call = replace(call, query=query, key=key, value=value)
+        call = check_inputs(call, head_dim=self.head_dim, num_heads=self.num_heads)
+        if self.map_heads % call.key.shape[1]:
+            raise ValueError(
+                f"this {self.method!r} core was built with num_key_heads={self.map_heads}, got keys of "
+                f"{call.key.shape[1]} heads (shape {shape(call.key)}); build it with "
+                f"num_key_heads={call.key.shape[1]}, or without for any number."
+            )
         if call.key_mask is not None:
             check_mask(call.key_mask, call.key)
         if call.query_mask is not None:
@@ -377,7 +516,7 @@ class AttentionCore(Calibrated):
         return False
 
     def _normalized(self, call: Call) -> Call:
-        """The call with queries and keys of length 1, where that is asked for."""
+        """Return the call with queries and keys of length 1, where that is asked for."""
         if not self.normalize_qk:
             return call
         query, key = self._normalize_qk(call.query, call.key, call.key_mask)
@@ -403,14 +542,35 @@ class AttentionCore(Calibrated):
 
     def _check_stream(self, call: Call) -> None:
         """Raise a ValueError where a call cannot be part of a stream, or not of that which its state comes from."""
-        check_stream(call.query, call.key, call.is_causal)
+        if not call.is_causal:
+            raise ValueError("a state needs is_causal=True, got is_causal=False: without causality nothing is past.")
+        if call.query.shape[2] != call.key.shape[2]:
+            raise ValueError(
+                f"with a state queries and keys are the same tokens, got {call.query.shape[2]} queries and "
+                f"{call.key.shape[2]} keys."
+            )
         problem = None if call.state is None else self._misfit(call, call.state)
         if problem is not None:
             raise ValueError(f"{problem}; start anew with state=None.")
 
-    def _check_gate(self, call: Call) -> None:
-        assert call.gate is not None
-        check_gate(call.gate, call.key, self.num_heads, None if self.takes_gate else self.method)
+    def _check_gate(self, gate: Tensor, key: Tensor) -> None:
+        """Check that a gate is a floating point tensor (B, H, S), for keys (B, G, S, D)."""
+        if not self.takes_gate:
+            given = f"one of shape {shape(gate)}" if isinstance(gate, Tensor) else repr(gate)
+            raise ValueError(f"{self.method!r} takes no gate, got {given}; use 'rfa-gate'.")
+        if not isinstance(gate, Tensor):
+            raise ValueError(f"gate must be a tensor, got {type(gate).__name__}; convert it with torch.as_tensor().")
+        if not gate.is_floating_point():
+            raise ValueError(
+                f"gate must be a floating point tensor in (0, 1), got {gate.dtype}; convert it with .float()."
+            )
+        size = (key.shape[0], self.num_heads, key.shape[2])
+        if gate.shape != size:
+            raise ValueError(
+                f"gate must be (batch, heads, length) = {size}, got {shape(gate)}; one gate per query head and token."
+            )
+        if gate.device != key.device:
+            raise ValueError(f"gate must be on the device of the keys, got {gate.device} and {key.device}.")
 
     def _check_takes_bias(self, bias: Tensor) -> None:
         if not self.takes_bias:

@@ -14,12 +14,11 @@ from kernelformer.attention.dispatch import takes_plain
 from kernelformer.attention.exact import gaussian_matrix_attention
 from kernelformer.attention.relative.call import Layout
 from kernelformer.attention.state import MadeBy
-from kernelformer.contract import compute_dtype, no_autocast
+from kernelformer.contract import compute_dtype
 from kernelformer.errors import flag, fraction, integer, positive_int, shape
 from kernelformer.modules.bias import biased_sdpa, empty_attention
 from kernelformer.modules.checks import Bias, Call, config_mismatch, tensor_mismatch
 from kernelformer.modules.core import AttentionCore
-from kernelformer.modules.split_cores import LocalSplit
 from kernelformer.modules.window import NearFarAttention, Stream
 
 
@@ -34,6 +33,7 @@ class GrowingCore(AttentionCore):
             torch forms the whole (L, S) matrix then. The others are those of `AttentionCore`.
     """
 
+    streams_all = True
     takes_dropout = True
 
     def __init__(self, method: str, *, attention_dropout: float = 0.0, **options: Any) -> None:
@@ -45,13 +45,11 @@ class GrowingCore(AttentionCore):
         raise TypeError(f"{type(self).__name__} does not say how it attends.")
 
     def _attend(self, call: Call) -> tuple[Tensor, State | None]:
-        if self.attention_dropout and self.training:
-            call = replace(call, dropout=self.attention_dropout)
         if not call.in_stream:
             return self._exact(call), None
         joined = self._join(call)
-        after = self._after(joined, call)
-        return self._exact(joined), after
+        kept = (joined.key, joined.value, *(() if joined.key_mask is None else (joined.key_mask,)))
+        return self._exact(joined), self._state(kept, call)
 
     @staticmethod
     def _join(call: Call) -> Call:
@@ -71,12 +69,6 @@ class GrowingCore(AttentionCore):
             bias = replace(bias, layout=Layout(call.query.shape[2], key.shape[2], state.length))
         return replace(call, key=key, value=value, key_mask=mask, bias=bias, past=state.length)
 
-    def _after(self, joined: Call, call: Call) -> State:
-        """The state with the keys of a call and those before them."""
-        tensors = (joined.key, joined.value, *(() if joined.key_mask is None else (joined.key_mask,)))
-        made_by = self._made_by(call.scale) if call.state is None else call.state.made_by
-        return State(tensors, joined.key.shape[2], made_by)
-
     def _forget(self, state: State, samples: Tensor) -> State:
         """Keys stay where they are, for the sake of distances, and are hidden."""
         key, value, *mask = state.tensors
@@ -88,17 +80,11 @@ class GrowingCore(AttentionCore):
         dropout = f", attention_dropout={self.attention_dropout:g}" if self.attention_dropout else ""
         return super().extra_repr() + dropout
 
-    def _made_by(self, scale: float) -> MadeBy:
-        return (("method", self.method), ("normalize_qk", self.normalize_qk), ("scale", scale))
-
     def _step(self, call: Call) -> tuple[Tensor, State]:
         if call.bias is not None:
             past = 0 if call.state is None else call.state.length
             call = replace(call, bias=_over_past(call.bias, past))
         return super()._step(call)
-
-    def _stream_refusal(self, what: str) -> ValueError | None:
-        return None
 
     def _misfit(self, call: Call, state: State) -> str | None:
         problem = config_mismatch(dict(state.made_by), dict(self._made_by(call.scale)))
@@ -142,8 +128,7 @@ class SoftmaxCore(GrowingCore):
             )
         repeat = call.query.shape[1] // call.key.shape[1]
         key, value = (x.repeat_interleave(repeat, 1) for x in (call.key, call.value))
-        with no_autocast(call.query.device.type):
-            return biased_sdpa(replace(call, key=key, value=value))
+        return biased_sdpa(replace(call, key=key, value=value))
 
 
 class GaussianCore(GrowingCore):
@@ -162,15 +147,14 @@ class GaussianCore(GrowingCore):
         self.normalize = flag("normalize", normalize)
 
     def _exact(self, call: Call) -> Tensor:
-        with no_autocast(call.query.device.type):
-            if self.normalize:
-                return self._by_softmax(call)
-            if not call.past:
-                return self._sums(call, slice(None), call.is_causal)
-            # Without a division the past and the present just add up; outputs are in the dtype of the queries.
-            past, new = slice(0, call.past), slice(call.past, None)
-            call = replace(call, query=call.query.to(compute_dtype(call.query.dtype)))
-            return self._sums(call, past, False) + self._sums(call, new, call.is_causal)
+        if self.normalize:
+            return self._by_softmax(call)
+        if not call.past:
+            return self._sums(call, slice(None), call.is_causal)
+        # Without a division the past and the present just add up; outputs are in the dtype of the queries.
+        past, new = slice(0, call.past), slice(call.past, None)
+        call = replace(call, query=call.query.to(compute_dtype(call.query.dtype)))
+        return self._sums(call, past, False) + self._sums(call, new, call.is_causal)
 
     @staticmethod
     def _sums(call: Call, keys: slice, is_causal: bool) -> Tensor:
@@ -287,7 +271,8 @@ class LocalCore(AttentionCore):
     The others are those of `AttentionCore`.
     """
 
-    splits = LocalSplit
+    streams_all = True
+    splits = True
     takes_bias = True
     has_near = True
     takes_dropout = True
@@ -300,44 +285,28 @@ class LocalCore(AttentionCore):
         self.window = positive_int("window", window)
         self.sinks = integer("sinks", sinks, at_least=0)
         self.attention_dropout = fraction("attention_dropout", attention_dropout)
-
-    @property
-    def near(self) -> NearFarAttention:
-        """The part that attends."""
-        dropout = self.attention_dropout if self.training else 0.0
-        return NearFarAttention(self.method, window=self.window, sinks=self.sinks, scale=None, dropout=dropout)
+        self.near = NearFarAttention(method, window=self.window, sinks=self.sinks, scale=None)
 
     def _attend(self, call: Call) -> tuple[Tensor, State | None]:
-        with no_autocast(call.query.device.type):
-            plain = takes_plain(call.algorithm, (call.query, call.key, call.value))
-            out, after = self.near.attend(call, None, plain=plain)
+        plain = takes_plain(call.algorithm, (call.query, call.key, call.value))
+        out, after = self.near.attend(call, None, plain=plain)
         return out, self._state(after, call) if call.streams and after is not None else None
 
     def _step(self, call: Call) -> tuple[Tensor, State]:
-        with no_autocast(call.query.device.type):
-            out, after, near = self.near.step(call, None)
-        state = self._state(after, call)
-        return out, State(state.tensors, state.length, state.made_by, near=near)
-
-    def _state(self, tensors: tuple[Tensor, ...], call: Call) -> State:
-        before, count = call.state, call.key.shape[2]
-        if before is not None:
-            return State(tensors, before.length + count, before.made_by)
-        return State(tensors, count, self._made_by(call.scale) + self.near.made_by(call))
+        out, after, near = self.near.step(call, None)
+        return out, self._state(after, call, near)
 
     def _made_by(self, scale: float) -> MadeBy:
-        own = {"normalize_qk": self.normalize_qk, "scale": scale, "window": self.window, "sinks": self.sinks}
-        return (("method", self.method), *own.items())
+        return (*super()._made_by(scale), ("window", self.window), ("sinks", self.sinks))
 
-    def _stream_refusal(self, what: str) -> ValueError | None:
-        return None
+    def _made_for(self, call: Call) -> MadeBy:
+        return self._made_by(call.scale) + self.near.made_by(call)
 
     def _forget(self, state: State, samples: Tensor) -> State:
         return self.near.forget(state, samples)
 
     def _misfit(self, call: Call, state: State) -> str | None:
-        ours = self._made_by(call.scale) + self.near.made_by(call)
-        problem = config_mismatch(dict(state.made_by), dict(ours))
+        problem = config_mismatch(dict(state.made_by), dict(self._made_for(call)))
         if problem:
             return problem
         kept = Stream.of(state, self.sinks > 0).tokens[1]

@@ -33,12 +33,8 @@ EDGE = 1e-6  # how near a gate comes to 0 and to 1
 class GatedSpec(SignedSpec):
     """Fourier map of all coordinates but the last, which is the log weight of a key."""
 
+    has_factor = True
     inner: FourierSpec
-
-    @property
-    def has_factor(self) -> bool:
-        """True: keys carry their last coordinate as log factor."""
-        return True
 
     def length(self, normalize: bool) -> float | None:
         """Length of the Fourier features."""
@@ -73,7 +69,7 @@ class GatedCore(KernelCore):
     Cost: as causal attention.
     """
 
-    splits = None  # sums that forget are not merged by their masses alone
+    splits = False  # sums that forget are not merged by their masses alone
     takes_gate = True
     export_refusal = "forgets by a loop over stretches of the sequence"
     takes_bias = False
@@ -84,6 +80,7 @@ class GatedCore(KernelCore):
         self.gated_spec = GatedSpec(feature_map.spec)
         self.gated_key = intern_formula(self.gated_spec)
         self.own_gate = flag("own_gate", own_gate)
+        self.state_heads = self.num_heads  # each has its own gate
         if own_gate:
             self.gate_weight = parameter(self.num_heads, self.head_dim)
             self.gate_bias = parameter(self.num_heads)
@@ -103,10 +100,6 @@ class GatedCore(KernelCore):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         intern_formula(self.gated_spec)
-
-    def _key_heads(self, key: Tensor) -> int:
-        """Number of query heads: each has its own gate."""
-        return self.num_heads
 
     def _gates(self, key: Tensor, gate: Tensor | None, hidden: Tensor | None) -> Tensor:
         """Compute gates (B, H, L) in the dtype of the arithmetic; hidden (B, 1, L) keys (B, H, L, D) are ignored."""

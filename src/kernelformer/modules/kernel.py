@@ -14,14 +14,13 @@ from kernelformer.attention import State, read, step
 from kernelformer.attention.dispatch import attend, takes_plain
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.state import MadeBy, Prepared, empty_sums
-from kernelformer.contract import autocasts, compute_dtype, no_autocast
-from kernelformer.errors import choice, flag, fraction, integer, positive_int, shape
+from kernelformer.contract import compute_dtype, no_autocast
+from kernelformer.errors import choice, flag, fraction, integer, positive_int
 from kernelformer.feature_maps import FeatureMap
 from kernelformer.modules.bias import FADES, NEAR, BiasedAttention
 from kernelformer.modules.checks import Call, check_near, check_scale, config_mismatch, tensor_mismatch
 from kernelformer.modules.context import needs_whole
 from kernelformer.modules.core import AttentionCore
-from kernelformer.modules.split_cores import CoreSplit, KernelSplit
 from kernelformer.modules.window import Far, NearFarAttention
 
 
@@ -51,8 +50,9 @@ class KernelCore(AttentionCore):
     # The map's tensors of the last stream: parameters as they are, or what follows from them. They are here and not in
     # the states, of which there may be many.
     _prepared: Prepared | None = None
-    splits: type[CoreSplit] | None = KernelSplit
+    splits = True
     takes_loops = True
+    takes_bias = True
     causal_way = "landmarks='learned'"  # what to use instead of landmarks that see the whole sequence
 
     def __init__(
@@ -78,12 +78,19 @@ class KernelCore(AttentionCore):
         self.near_scale = None if near_scale is None else check_scale(near_scale)
         self.attention_dropout = fraction("attention_dropout", attention_dropout)
         choice("beta", beta, ("learned", "zero"))
-        near = {"window": self.window, "sinks": self.sinks} if self.has_near else {}
+        self.near: NearFarAttention | None = None
+        if self.window is not None or self.sinks:
+            self.near = NearFarAttention(method, window=self.window or 0, sinks=self.sinks, scale=self.near_scale)
+        near = {} if self.near is None else {"window": self.window, "sinks": self.sinks}
         exact: dict[str, Any] = {"near_scale": self.near_scale, "dropout": self.attention_dropout}
         check_near(method, near, normalize=self.normalize, aligns=feature_map.aligns, **exact)
-        self.beta: nn.Parameter | None = None
-        if self.has_near and beta == "learned":
-            self.beta = nn.Parameter(torch.zeros(self.num_heads))
+        self.beta = nn.Parameter(torch.zeros(self.num_heads)) if near and beta == "learned" else None
+        whole = feature_map.sees_sequence  # landmarks come from the whole row, so that one output depends on all others
+        self.takes_bias = self.takes_bias and self.normalize
+        self.takes_dropout, self.takes_segments, self.mixes_queries = bool(near), not whole, whole
+        self.export_refusal = self.export_refusal or ("takes its landmarks from the tokens" if whole else "")
+        # Key heads with maps of their own, and how many heads a state has at least.
+        self.map_heads, self.state_heads = feature_map.num_key_heads, feature_map.heads
 
     @property
     def feature_map(self) -> FeatureMap:
@@ -93,16 +100,7 @@ class KernelCore(AttentionCore):
     @property
     def has_near(self) -> bool:  # type: ignore[override]
         """True if some keys are attended to exactly."""
-        return self.window is not None or self.sinks > 0
-
-    @property
-    def near(self) -> NearFarAttention | None:
-        """The part that attends to near keys exactly, and to the others through the map that the core has now."""
-        if not self.has_near:
-            return None
-        dropout = self.attention_dropout if self.training else 0.0
-        window, scale = self.window or 0, self.near_scale
-        return NearFarAttention(self.method, window=window, sinks=self.sinks, scale=scale, dropout=dropout)
+        return self.near is not None
 
     @property
     def biased(self) -> BiasedAttention:
@@ -115,31 +113,6 @@ class KernelCore(AttentionCore):
     def feature_dim(self) -> int:
         """M, the width of phi."""
         return self.feature_map.feature_dim
-
-    @property
-    def takes_bias(self) -> bool:  # type: ignore[override]
-        """True if weights are divided by their sum, after a bias has multiplied them."""
-        return self.normalize
-
-    @property
-    def takes_dropout(self) -> bool:  # type: ignore[override]
-        """True if there is an exact part, which forms weights."""
-        return self.has_near
-
-    @property
-    def export_refusal(self) -> str:  # type: ignore[override]
-        """Reason that it cannot be exported with a dynamic length, or nothing."""
-        return "takes its landmarks from the tokens" if self.feature_map.sees_sequence else ""
-
-    @property
-    def takes_segments(self) -> bool:  # type: ignore[override]
-        """True unless landmarks come from the whole row."""
-        return not self.feature_map.sees_sequence
-
-    @property
-    def mixes_queries(self) -> bool:  # type: ignore[override]
-        """True if landmarks come from all queries, so that one's output depends on the others."""
-        return self.feature_map.sees_sequence
 
     def resample(self, draw: int | None = None) -> None:
         """Go to the next draw of the feature map, or to number ``draw``."""
@@ -160,59 +133,56 @@ class KernelCore(AttentionCore):
 
     def _by_query_head(self, call: Call) -> bool:
         """True if keys are repeated for every query head: each has its own bias, or its own slope of it."""
-        if call.bias is None:
-            return False
-        return not self.has_near or not call.is_causal or call.bias.slope is not None
+        assert call.bias is not None
+        return self.near is None or not call.is_causal or call.bias.slope is not None
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: x for name, x in vars(self).items() if name != "_prepared"}
 
-    def map_tensors(self, call: Call) -> tuple[Tensor, ...]:
+    def map_tensors(self, call: Call) -> Sequence[Tensor]:
         """The map's tensors for a call, with a bias for keys that are repeated for every query head.
 
         A stream keeps those of the call before while they are right. With gradients they belong to a graph, and in a
         compiled step to its weights: both make them each time.
         """
-        phi, biased = self.feature_map, self._by_query_head(call)
-        keeps = call.in_stream and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if keeps and not torch._C._are_functorch_transforms_active():
+        phi, biased = self.feature_map, call.bias is not None and self._by_query_head(call)
+        keeps = (call.streams or call.state is not None) and not torch.is_grad_enabled()
+        if keeps and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():
             kind = compute_dtype(call.query.dtype), call.query.device, torch.is_inference_mode_enabled()
             how = (phi, *kind, call.scale, biased, phi.seed_number, phi.draw_number)
             kept = self._prepared  # read once: a stream in another thread may put its own here at any time
             if call.state is None or kept is None or not kept.made_from(how):
-                self._prepared = kept = Prepared.of(self._prepare(call, biased), phi, how)
+                tensors = phi.prepare(call.query, call.key, call.key_mask, call.scale)
+                made = tuple(phi.for_query_heads(tensors) if biased else tensors)
+                self._prepared = kept = Prepared.of(made, phi, how)
             return kept.tensors
-        return self._prepare(call, biased)
-
-    def _prepare(self, call: Call, biased: bool) -> tuple[Tensor, ...]:
-        phi = self.feature_map
-        tensors = phi.prepare(call.query, call.key, call.key_mask, call.scale, call.real_queries)
-        return tuple(phi.for_query_heads(tensors) if biased else tensors)
+        real = call.real_queries if phi.sees_sequence else None
+        tensors = phi.prepare(call.query, call.key, call.key_mask, call.scale, real)
+        return phi.for_query_heads(tensors) if biased else tensors
 
     def _attend(self, call: Call) -> tuple[Tensor, State | None]:
         phi = self.feature_map
-        with no_autocast(call.query.device.type):
-            if phi.aligns:
-                query, key = phi.align(call.query, call.key, call.key_mask, call.real_queries)
-                call = replace(call, query=query, key=key)
-            tensors = self.map_tensors(call)
-            near = self.near
-            after: Sequence[Tensor] | None
-            if near is None and call.bias is None:
-                out, after = self._attend_unbiased(call, tensors)
+        if phi.aligns:
+            query, key = phi.align(call.query, call.key, call.key_mask, call.real_queries)
+            call = replace(call, query=query, key=key)
+        tensors = self.map_tensors(call)
+        near = self.near
+        after: Sequence[Tensor] | None
+        if near is None and call.bias is None:
+            out, after = self._attend_unbiased(call, tensors)
+        else:
+            biased = None if call.bias is None else call.bias.algorithm
+            plain = takes_plain(call.algorithm or biased, (call.query, call.key, call.value))
+            if near is not None:
+                out, after = near.attend(*self._with_far(call, tensors), plain=plain)
             else:
-                biased = None if call.bias is None else call.bias.algorithm
-                plain = takes_plain(call.algorithm or biased, (call.query, call.key, call.value))
-                if near is not None:
-                    out, after = near.attend(*self._with_far(call, tensors), plain=plain)
-                else:
-                    out, after = self.biased.attend(call, tensors, plain=plain)
-            return out, self._state(after, call) if call.streams and after is not None else None
+                out, after = self.biased.attend(call, tensors, plain=plain)
+        return out, self._state(after, call) if call.streams and after is not None else None
 
     def _with_far(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Call, Far]:
         """A call with keys for each head of the sums, and its far part."""
-        phi, by_query = self.feature_map, self._by_query_head(call)
-        heads = self.num_heads if by_query else self._key_heads(call.key)
+        phi, by_query = self.feature_map, call.bias is not None and self._by_query_head(call)
+        heads = self.num_heads if by_query else max(call.key.shape[1], self.state_heads)
         repeats = heads // call.key.shape[1]
         if repeats > 1:
             key, value = (x.repeat_interleave(repeats, 1) for x in (call.key, call.value))
@@ -224,16 +194,15 @@ class KernelCore(AttentionCore):
         if call.query.dtype != dtype:
             query, key, value = (x.to(dtype) for x in (call.query, call.key, call.value))
             call = replace(call, query=query, key=key, value=value)
-        with no_autocast(call.query.device.type):
-            near, tensors = self.near, self.map_tensors(call)
-            after: Sequence[Tensor]
-            buffers: object | None = None
-            if near is not None:
-                out, after, buffers = near.step(*self._with_far(call, tensors))
-            elif call.bias is None:
-                out, after = self._step_unbiased(call, tensors)
-            else:
-                out, after, buffers = self.biased.step(call, tensors)
+        tensors = self.map_tensors(call)
+        after: Sequence[Tensor]
+        buffers: object | None = None
+        if self.near is not None:
+            out, after, buffers = self.near.step(*self._with_far(call, tensors))
+        elif call.bias is None:
+            out, after = self._step_unbiased(call, tensors)
+        else:
+            out, after, buffers = self.biased.step(call, tensors)
         return out, self._state(after, call, buffers)
 
     def _attend_unbiased(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor] | None]:
@@ -267,7 +236,7 @@ class KernelCore(AttentionCore):
 
     def remember(self, key: Tensor, value: Tensor, *, key_mask: Tensor | None = None) -> State:
         """Summarize a context for `recall` by sums of constant size, or by all of it where landmarks see queries."""
-        if self.has_near:
+        if self.near is not None:
             near = f"window={self.window} and sinks={self.sinks}"
             raise ValueError(
                 f"{self.method!r} with {near} has near keys, and a context to remember has none: build the core of a "
@@ -319,64 +288,48 @@ class KernelCore(AttentionCore):
     def _fits(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[object, ...]:
         if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
             return ()
-        if torch.compiler.is_compiling() or autocasts(query.device.type):
+        device = query.device.type
+        if torch.compiler.is_compiling() or (device != "meta" and torch.is_autocast_enabled(device)):
             return ()
         kinds = (query.dtype, key.dtype, value.dtype, query.device, key.device, value.device)
         own = (self.normalize, self.normalize_qk, self.window, self.sinks, self.near_scale)
         return (query.shape, key.shape, value.shape, kinds, self.method, self.feature_map.stamp, scale, own)
 
     def _normalizes_itself(self, call: Call) -> bool:
-        return call.bias is not None and not self.has_near and not call.in_stream and self.biased.normalize_qk
-
-    def _accept(self, call: Call) -> Call:
-        call = super()._accept(call)
-        maps, heads = self.feature_map.num_key_heads, call.key.shape[1]
-        if maps % heads:
-            raise ValueError(
-                f"this {self.method!r} core was built with num_key_heads={maps}, got keys of {heads} heads "
-                f"(shape {shape(call.key)}); build it with num_key_heads={heads}, or without for any number."
-            )
-        return call
-
-    def _key_heads(self, key: Tensor) -> int:
-        """Heads of the state: those of the keys, or those of a map that differs from head to head."""
-        return max(key.shape[1], self.feature_map.heads)
+        return call.bias is not None and self.near is None and not call.in_stream and self.biased.normalize_qk
 
     def _per_map_head(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Repeat grouped keys and values for each head of the map: a map per query head sees them anew."""
-        heads = self._key_heads(key)  # aligned keys have it before their values
-        key, value = (x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
+        heads = max(key.shape[1], self.state_heads)
+        if key.shape[1] != heads:
+            key = key.repeat_interleave(heads // key.shape[1], 1)
+        if value.shape[1] != heads:  # aligned keys are repeated already
+            value = value.repeat_interleave(heads // value.shape[1], 1)
         return key, value
 
     def _before(self, call: Call) -> Sequence[Tensor]:
         """The tensors of the state before a call; those of no tokens where it has none."""
         if call.state is not None:
             return call.state.tensors
-        lead = (call.key.shape[0], self._key_heads(call.key))
+        lead = (call.key.shape[0], max(call.key.shape[1], self.state_heads))
         return tuple(empty_sums(self.feature_map.spec, lead, self.feature_dim, call.value.shape[-1], call.value))
 
     def extra_repr(self) -> str:
         """The settings, for printing a model."""
-        near = f", window={self.window}, sinks={self.sinks}" if self.has_near else ""
+        near = f", window={self.window}, sinks={self.sinks}" if self.near is not None else ""
         return super().extra_repr() + near
 
     def _made_by(self, scale: float) -> MadeBy:
         own: dict[str, object] = {"normalize": self.normalize, "normalize_qk": self.normalize_qk, "scale": scale}
-        if self.has_near:
+        if self.near is not None:
             own |= {"window": self.window, "sinks": self.sinks, "near_scale": self.near_scale}
         return (("method", self.method), *self.feature_map.identity.items(), *own.items())
 
-    def _state(self, tensors: Sequence[Tensor], call: Call, near: object | None = None) -> State:
-        """The state after a call, and the buffers that its near keys lie in."""
-        before, count = call.state, call.key.shape[2]
-        if before is not None:
-            return State(tuple(tensors), before.length + count, before.made_by, call.fits, near)
+    def _made_for(self, call: Call) -> MadeBy:
         made_by = self._made_by(call.scale)
         if self.near is not None:
-            made_by += self.near.made_by(call)
-        elif call.bias is not None:
-            made_by += self.biased.made_by(call)
-        return State(tuple(tensors), count, made_by, call.fits, near)
+            return made_by + self.near.made_by(call)
+        return made_by if call.bias is None else made_by + self.biased.made_by(call)
 
     def _forget(self, state: State, samples: Tensor) -> State:
         """Sums over nothing are zero, and their logarithm or scale, which comes first, EMPTY; near keys are hidden."""
@@ -402,10 +355,12 @@ class KernelCore(AttentionCore):
         if problem:
             return problem
         if biased:
-            main, needed = self.biased.values_of(call, state)
+            main = state.tensors[-2]
+            needed = (call.key.shape[0], self.num_heads, main.shape[2], call.value.shape[-1])
         else:
             main = state.tensors[1]
-            heads = self.num_heads if self._by_query_head(call) else self._key_heads(call.key)
+            by_query = call.bias is not None and self._by_query_head(call)
+            heads = self.num_heads if by_query else max(call.key.shape[1], self.state_heads)
             needed = (call.key.shape[0], heads, self.feature_dim, call.value.shape[-1])
         return tensor_mismatch(main, needed, call.query)
 
@@ -427,7 +382,7 @@ class WildcatCore(KernelCore):
 
     def _attend(self, call: Call) -> tuple[Tensor, State | None]:
         out, after = super()._attend(call)
-        if self.near is not None and self.near.dropout:
+        if call.dropout:
             return out, after
         lowest, highest = value_range(call.value.detach(), call.key_mask, self.num_heads)
         bounds = lowest.to(out.dtype), highest.to(out.dtype)

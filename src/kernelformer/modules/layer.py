@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -189,7 +189,12 @@ class KernelAttention(nn.Module):
                 f"x and context must have the same batch size, got {x.shape[0]} and {context.shape[0]} "
                 f"(shapes {shape(x)} and {shape(context)})."
             )
-        return self._heads(self.query(x)), self._heads(self.key(context)), self._heads(self.value(context))
+        q, k, v = self.query(x), self.key(context), self.value(context)
+        batch, dim = x.shape[0], self.head_dim
+        q = q.view(batch, x.shape[1], q.shape[2] // dim, dim).transpose(1, 2)
+        k = k.view(batch, context.shape[1], k.shape[2] // dim, dim).transpose(1, 2)
+        v = v.view(batch, context.shape[1], v.shape[2] // dim, dim).transpose(1, 2)
+        return q, k, v
 
     def _check(self, name: str, x: Tensor, width: Literal["embed_dim", "context_dim"]) -> None:
         if not isinstance(x, Tensor):
@@ -236,29 +241,19 @@ class KernelAttention(nn.Module):
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:2], x.shape[2] // self.head_dim, self.head_dim).transpose(1, 2)
 
-    def _gate(self, context: Tensor) -> dict[str, Any]:
-        """Compute ``g_t = sigmoid(w . x_t + b)`` for each head, if the method has a gate."""
-        if self.gate is None:
-            return {}
-        weight, bias = self.gate.weight, self.gate.bias
+    def _gates(self, gate: nn.Linear, context: Tensor) -> Tensor:
+        """Compute ``g_t = sigmoid(w . x_t + b)`` for each head, (B, H, S)."""
+        weight, bias = gate.weight, gate.bias
         dtype = compute_dtype(weight.dtype)
         with no_autocast(context.device.type):  # in 8 bits 1 - g is lost, and with it the newest token
-            gate = torch.sigmoid(F.linear(context.to(dtype), weight.to(dtype), bias.to(dtype)))
-        return {"gate": gate.transpose(1, 2)}
+            return torch.sigmoid(F.linear(context.to(dtype), weight.to(dtype), bias.to(dtype))).transpose(1, 2)
 
     def _rotate(
-        self,
-        q: Tensor,
-        k: Tensor,
-        state: State | None,
-        position_ids: Tensor | None,
-        segment_ids: Tensor | None,
+        self, q: Tensor, k: Tensor, state: State | None, position_ids: Tensor | None, segment_ids: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Apply rotary positions to queries and keys, if the layer has them; they restart with every segment."""
+        """Apply rotary positions to queries and keys; they restart with every segment."""
         if self.rotary is None:
-            if position_ids is not None:
-                raise ValueError("position_ids are for rotary positions, this layer was built with rotary=False.")
-            return q, k
+            raise ValueError("position_ids are for rotary positions, this layer was built with rotary=False.")
         # Ids of another shape are the core's to refuse.
         fits = isinstance(segment_ids, Tensor) and segment_ids.shape == (q.shape[0], q.shape[2])
         if fits and segment_ids is not None and position_ids is None:
@@ -268,45 +263,15 @@ class KernelAttention(nn.Module):
                     "counted from the start of each segment."
                 )
             position_ids = segment_positions(segment_ids)
-        past = (
-            tokens_before(q.shape[2])
-            if state is None and position_ids is None
-            else 0
-            if state is None
-            else state.length
-        )
+        past = 0 if state is None else state.length
+        if state is None and position_ids is None:
+            past = tokens_before(q.shape[2])
         turned: tuple[Tensor, Tensor] = self.rotary(q, k, past, position_ids)
         return turned
 
     def _merge(self, heads: Tensor) -> Tensor:
         y: Tensor = self.out(heads.transpose(1, 2).flatten(2))
         return F.dropout(y, self.dropout, self.training) if self.dropout else y
-
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        context: Tensor | None = ...,
-        key_mask: Tensor | None = ...,
-        *,
-        segment_ids: Tensor | None = ...,
-        state: State | None = ...,
-        return_state: Literal[False] = ...,
-        position_ids: Tensor | None = ...,
-    ) -> Tensor: ...
-
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        context: Tensor | None = ...,
-        key_mask: Tensor | None = ...,
-        *,
-        segment_ids: Tensor | None = ...,
-        state: State | None = ...,
-        return_state: Literal[True],
-        position_ids: Tensor | None = ...,
-    ) -> tuple[Tensor, State]: ...
 
     def forward(
         self,
@@ -352,7 +317,7 @@ class KernelAttention(nn.Module):
         if crosses and key_mask is not None:  # it says nothing about x, even if that is as long
             common["query_mask"] = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
         if self.gate is not None:
-            common |= self._gate(context)
+            common["gate"] = self._gates(self.gate, context)
         if self.positions is not None:
             common |= self.positions(x.shape[1], context.shape[1], 0 if state is None else state.length)
         if not return_state:
@@ -384,7 +349,7 @@ class KernelAttention(nn.Module):
             self._check_mask("x", key_mask, x)
         if self.rotary is not None or position_ids is not None:
             q, k = self._rotate(q, k, state, position_ids, segment_ids)
-        extra = {} if self.gate is None else self._gate(x)
+        extra: dict[str, Any] = {} if self.gate is None else {"gate": self._gates(self.gate, x)}
         if self.positions is not None:
             extra |= self.positions.step(0 if state is None else state.length)
         heads, after = self.core.step(q, k, v, state, key_mask=key_mask, segment_ids=segment_ids, **extra)

@@ -69,6 +69,9 @@ class MixedCore(AttentionCore):
         order = torch.tensor([*chosen, *rest])
         self.register_buffer("back", torch.argsort(order), persistent=False)
         self.takes_bias = exact.takes_bias and linear.takes_bias
+        self.takes_segments = exact.takes_segments and linear.takes_segments
+        self.takes_loops, self.mixes_queries = linear.takes_loops, linear.mixes_queries
+        self.has_near = linear.has_near
 
     @property
     def cores(self) -> tuple[AttentionCore, AttentionCore]:
@@ -79,26 +82,6 @@ class MixedCore(AttentionCore):
     def feature_dim(self) -> int | None:
         """M, the width of phi in the linear heads; None if they have none."""
         return self.linear.feature_dim
-
-    @property
-    def takes_loops(self) -> bool:  # type: ignore[override]
-        """True if the linear core knows the algorithms "chunked" and "plain"."""
-        return self.linear.takes_loops
-
-    @property
-    def takes_segments(self) -> bool:  # type: ignore[override]
-        """True if both cores can keep packed sequences apart."""
-        return self.exact.takes_segments and self.linear.takes_segments
-
-    @property
-    def has_near(self) -> bool:  # type: ignore[override]
-        """True if the linear heads attend exactly to near tokens alone."""
-        return self.linear.has_near
-
-    @property
-    def mixes_queries(self) -> bool:  # type: ignore[override]
-        """True if one query's output depends on the others, as in the linear core."""
-        return self.linear.mixes_queries
 
     def resample(self, draw: int | None = None) -> None:
         """Advance to the next draw of the linear heads, or to number ``draw``."""
@@ -119,8 +102,8 @@ class MixedCore(AttentionCore):
         """Return the error of the linear core for this causality, or None."""
         return self.linear.refusal(causal)
 
-    def _resolve_scale(self, scale: float | None) -> float:
-        if scale is not None and self.exact.scale != self.linear.scale:
+    def _resolve_scale(self, scale: float) -> float:
+        if self.exact.scale != self.linear.scale:
             raise ValueError(
                 f"the heads have scales of their own, {self.exact.scale:g} and {self.linear.scale:g}, got one for all "
                 f"of them, {scale!r}; leave it out."

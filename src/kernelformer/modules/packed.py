@@ -80,21 +80,6 @@ def check_packed(core: AttentionCore, call: Call) -> None:
         )
     if ids is None:
         return
-    _check_ids(ids, call)
-    if not core.takes_segments:
-        raise ValueError(
-            f"{core.method!r} mixes the tokens of a whole row, got segment_ids of shape {shape(ids)}; give each "
-            f"sequence a row of its own, with key_mask, or use a method such as 'favor+'."
-        )
-    if bias is not None and (bias.layout.rows or bias.algorithm == "fft"):
-        what = "a bias on a grid" if bias.layout.rows else "algorithm='fft'"
-        raise ValueError(
-            f"{what} is over whole rows, got segment_ids of shape {shape(ids)}; give each sequence a row of its own, "
-            f"or leave {'the grid' if bias.layout.rows else 'the algorithm'} out."
-        )
-
-
-def _check_ids(ids: Tensor, call: Call) -> None:
     if not isinstance(ids, Tensor):
         raise ValueError(f"segment_ids must be a tensor, got {type(ids).__name__}; convert it with torch.as_tensor().")
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
@@ -110,6 +95,17 @@ def _check_ids(ids: Tensor, call: Call) -> None:
         raise ValueError(f"segment_ids must be (batch, length) = {expected}, got {shape(ids)}.")
     if ids.device != call.query.device:
         raise ValueError(f"segment_ids must be on the device of the queries, got {ids.device} and {call.query.device}.")
+    if not core.takes_segments:
+        raise ValueError(
+            f"{core.method!r} mixes the tokens of a whole row, got segment_ids of shape {shape(ids)}; give each "
+            f"sequence a row of its own, with key_mask, or use a method such as 'favor+'."
+        )
+    if bias is not None and (bias.layout.rows or bias.algorithm == "fft"):
+        what = "a bias on a grid" if bias.layout.rows else "algorithm='fft'"
+        raise ValueError(
+            f"{what} is over whole rows, got segment_ids of shape {shape(ids)}; give each sequence a row of its own, "
+            f"or leave {'the grid' if bias.layout.rows else 'the algorithm'} out."
+        )
 
 
 def attend_packed(core: AttentionCore, call: Call) -> tuple[Tensor, State | None]:

@@ -296,7 +296,14 @@ class RotaryPositions(nn.Module):
         if position_ids is None:
             position = torch.arange(past, past + query.shape[2], device=query.device, dtype=wide)
         else:
-            position = self._checked(position_ids, query).to(query.device, wide).unsqueeze(1)  # the same for all heads
+            batch, _, length, _ = query.shape
+            if position_ids.dim() != 2 or position_ids.shape[0] not in (1, batch) or position_ids.shape[1] != length:
+                raise ValueError(
+                    f"position_ids must be (batch or 1, length) = ({batch}, {length}), got {shape(position_ids)}."
+                )
+            if position_ids.is_floating_point() or position_ids.dtype == torch.bool:
+                raise ValueError(f"position_ids must be integers, got {position_ids.dtype}.")
+            position = position_ids.to(query.device, wide).unsqueeze(1)  # the same for all heads
         rate = torch.tensor(self.frequencies, device=query.device, dtype=wide)
         angle = (position.unsqueeze(-1) * rate).remainder_(2 * math.pi).to(dtype)
         cos, sin = angle.cos(), angle.sin()
@@ -307,17 +314,6 @@ class RotaryPositions(nn.Module):
         rest = cos.new_ones(*cos.shape[:-1], query.shape[-1] - self.dim)
         cos = torch.cat([cos, cos, rest], -1)
         return Rotation.apply(query, cos, sin), Rotation.apply(key, cos, sin)  # type: ignore[no-untyped-call]
-
-    @staticmethod
-    def _checked(position_ids: Tensor, query: Tensor) -> Tensor:
-        batch, _, length, _ = query.shape
-        if position_ids.dim() != 2 or position_ids.shape[0] not in (1, batch) or position_ids.shape[1] != length:
-            raise ValueError(
-                f"position_ids must be (batch or 1, length) = ({batch}, {length}), got {shape(position_ids)}."
-            )
-        if position_ids.is_floating_point() or position_ids.dtype == torch.bool:
-            raise ValueError(f"position_ids must be integers, got {position_ids.dtype}.")
-        return position_ids
 
     def extra_repr(self) -> str:
         """Settings, for printing a model."""

@@ -18,8 +18,8 @@ from kernelformer.contract import compute_dtype
 from kernelformer.errors import integer, positive_int, shape, unknown
 from kernelformer.files import check_limit
 from kernelformer.lazy import LAYERS
-from kernelformer.modules.checks import check_floats, check_near, no_weights
-from kernelformer.modules.core import AttentionCore
+from kernelformer.modules.checks import check_near, no_weights
+from kernelformer.modules.core import AttentionCore, check_floats
 from kernelformer.modules.methods import DRAWN, METHODS, SIZE, find_method
 from kernelformer.modules.positions import RelativePositions, RotaryPositions
 
@@ -177,35 +177,17 @@ def describe_positions() -> list[Option]:
     return _describe((*POSITION_OPTIONS, *ROTARY_OPTIONS), [RelativePositions, RotaryPositions, KernelAttention], {})
 
 
-def arguments(kind: type) -> dict[str, str]:
-    """Parse the description of each argument from the docstrings of a class and its bases."""
-    texts: dict[str, str] = {}
-    for one in kind.__mro__:
-        _, sign, rest = inspect.cleandoc(one.__dict__.get("__doc__") or "").partition("\nArgs:\n")
-        section = re.split(r"\n(?=\S)", rest, maxsplit=1)[0] if sign else ""
-        for names, text in _ARGUMENT.findall(section):
-            for name in names.split(", "):
-                texts.setdefault(name, " ".join(text.replace("`", "").split()))
-    return texts
-
-
-def defaults(kind: type) -> dict[str, object]:
-    """Return default values of the arguments of a class and its bases."""
-    values: dict[str, object] = {}
-    for one in kind.__mro__:
-        if "__init__" in one.__dict__:
-            for name, parameter in inspect.signature(one.__dict__["__init__"]).parameters.items():
-                if parameter.default is not inspect.Parameter.empty:
-                    values.setdefault(name, parameter.default)
-    return values
-
-
 def _describe(names: Sequence[str], kinds: Sequence[type], own: Mapping[str, object]) -> list[Option]:
+    """Read defaults and descriptions of arguments off constructors and docstrings; the first class has precedence."""
     values: dict[str, object] = {}
     texts: dict[str, str] = {}
-    for kind in reversed(kinds):
-        values |= defaults(kind)
-        texts |= arguments(kind)
+    for one in (x for kind in reversed(kinds) for x in reversed(kind.__mro__)):
+        if "__init__" in one.__dict__:
+            parameters = inspect.signature(one.__dict__["__init__"]).parameters.items()
+            values |= {name: x.default for name, x in parameters if x.default is not inspect.Parameter.empty}
+        _, _, rest = inspect.cleandoc(one.__dict__.get("__doc__") or "").partition("\nArgs:\n")
+        for some, text in _ARGUMENT.findall(re.split(r"\n(?=\S)", rest, maxsplit=1)[0]):
+            texts |= dict.fromkeys(some.split(", "), " ".join(text.replace("`", "").split()))
     values |= own
     return [Option(name, values.get(name), texts.get(name, "")) for name in names]
 
@@ -266,7 +248,7 @@ class AttentionSpec:
 
     @property
     def plain(self) -> AttentionSpec:
-        """Same method without options."""
+        """Return the same method without options."""
         return replace(self, options=())
 
     def without(self, names: Iterable[str]) -> AttentionSpec:

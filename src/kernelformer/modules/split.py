@@ -1,42 +1,47 @@
 """Attention over a sequence that is split over ranks: what goes around, and the call that is left to each rank.
 
-    1. signatures: a few integers, so that calls that differ are an error on every rank and never a hang;
-       with sinks under a mask, or with packed sequences, also where they are
-    2. the exchange: sums of far tokens and the near ones themselves (`split_cores`)
-    3. the rank's own tokens, as any stream goes on from a state: causal attention from that of the ranks before, the
-       bidirectional one with a state on each side
-
-What a core asks of the other ranks, and how it attends to what came, is its `CoreSplit`.
+1. signatures: a few integers, so that calls that differ are an error on every rank and never a hang;
+   with sinks under a mask, or with packed sequences, also where they are
+2. the exchange: sums of far tokens and the near ones themselves (`split_cores`)
+3. the rank's own tokens, as any stream goes on from a state: causal attention from that of the ranks before, the
+   bidirectional one with a state on each side
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kernelformer.attention import State
+from kernelformer.attention.dispatch import read_sums
+from kernelformer.attention.near_far_call import Sinks
 from kernelformer.attention.ranks import Ranks, RanksError
+from kernelformer.attention.relative.call import RelativeCall
+from kernelformer.attention.relative.operator import relative_attention
+from kernelformer.contract import compute_dtype, no_autocast
 from kernelformer.modules.checks import Call
 from kernelformer.modules.packed import NO_ID, Segments, attend_apart, attend_packed
 from kernelformer.modules.split_cores import (
-    SHORT,
+    ExchangePlan,
     Message,
     Neighbour,
     Segment,
-    first_places,
+    around,
     first_sinks,
     incoming,
     no_sums,
     outgoing,
     sums_both_ways,
+    sums_of_state,
     sums_one_way,
 )
+from kernelformer.modules.window import NO_SINK, Far, Stream
 
 if TYPE_CHECKING:
     from kernelformer.modules.core import AttentionCore
@@ -46,12 +51,6 @@ FIRST, LAST = 0, 1
 
 class EdgeSegments:
     """First and last segment of every rank's tokens; without segment ids both are all of them.
-
-    Args:
-        call: of this rank.
-        sinks: how many first visible tokens of a segment are sinks.
-        ranks: the group.
-        masked: whether any rank has a key mask.
 
     Attributes:
         segments: the first and the last one of this rank.
@@ -138,43 +137,12 @@ def _check_order(ids: Tensor) -> None:
         last = (rank, end)
 
 
-class CallSignature(NamedTuple):
-    """Numbers that ranks compare before they exchange anything; all but the last three have to agree."""
-
-    batch: int
-    query_heads: int
-    key_heads: int
-    head_dim: int
-    value_dim: int
-    method: int
-    seed: int
-    draw: int
-    dtype: int
-    causality: int
-    bias: int
-    segment_ids: int
-    gradients: int
-    returned_state: int
-    weights: int
-    queries: int
-    keys: int
-    masked: int
-
-
-FREE = 3  # of them may differ
-CODED = ("method", "dtype", "bias", "weights")  # numbers that say nothing
-NAMES = {name: name.replace("_", " ") for name in CallSignature._fields} | {
-    "batch": "the number of samples",
-    "method": "the method or its settings",
-    "seed": "the seed of their features",
-    "draw": "the number of their draw",
-    "gradients": "whether keys and values need gradients",
-    "causality": "is_causal",
-    "returned_state": "return_state",
-    "segment_ids": "whether segment_ids are given",
-    "bias": "the bias, its max_distance or its slope",
-    "weights": "the weights of their kernels",
-}
+Signature = dict[str, int]  # numbers that ranks compare before they exchange anything, by name
+FREE = ("queries", "keys", "masked")  # of them may differ between ranks
+METHOD, WEIGHTS = "the method or its settings", "the weights of their kernels"
+BIAS = "the bias, its max_distance or its slope"
+CODED = (METHOD, BIAS, WEIGHTS, "dtype")  # numbers that say nothing, so that a message leaves them out
+GRADIENTS = "whether keys and values need gradients"
 
 
 # Floating point types by integers of the same size.
@@ -191,7 +159,7 @@ def _digest(*values: object) -> int:
     return int.from_bytes(blake2b(repr(values).encode(), digest_size=7).digest(), "little")
 
 
-def _signature(core: AttentionCore, call: Call, is_checked: bool) -> CallSignature:
+def _signature(core: AttentionCore, call: Call, is_checked: bool) -> Signature:
     q, k, v, bias = call.query, call.key, call.value, call.bias
     settings = dict(getattr(getattr(core, "feature_map", None), "identity", {}))
     seed, draw = (int(settings.pop(name, 0)) for name in ("seed", "draw number"))
@@ -201,22 +169,26 @@ def _signature(core: AttentionCore, call: Call, is_checked: bool) -> CallSignatu
         x.requires_grad for x in (k, v, *core.parameters(), *(() if bias is None else (bias.table,)))
     )
     table = () if bias is None else (tuple(bias.table.shape), bias.window, _checksum(bias.table, bias.slope))
-    return CallSignature(
-        *(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3]),
-        method=_digest(core.method, settings, call.scale),
-        seed=seed,
-        draw=draw,
-        dtype=_digest(q.dtype),
-        causality=int(call.is_causal),
-        bias=_digest(table),
-        segment_ids=int(call.segment_ids is not None),
-        gradients=int(needs),
-        returned_state=int(call.streams),
-        weights=0 if is_checked else _checksum(*core.parameters(), *core.buffers()),
-        queries=q.shape[2],
-        keys=k.shape[2],
-        masked=int(call.key_mask is not None),
-    )
+    return {
+        "the number of samples": q.shape[0],
+        "query heads": q.shape[1],
+        "key heads": k.shape[1],
+        "head dim": q.shape[3],
+        "value dim": v.shape[3],
+        METHOD: _digest(core.method, settings, call.scale),
+        "the seed of their features": seed,
+        "the number of their draw": draw,
+        "dtype": _digest(q.dtype),
+        "is_causal": int(call.is_causal),
+        BIAS: _digest(table),
+        "whether segment_ids are given": int(call.segment_ids is not None),
+        GRADIENTS: int(needs),
+        "return_state": int(call.streams),
+        WEIGHTS: 0 if is_checked else _checksum(*core.parameters(), *core.buffers()),
+        "queries": q.shape[2],
+        "keys": k.shape[2],
+        "masked": int(call.key_mask is not None),
+    }
 
 
 def _checksum(*tensors: Tensor | None) -> int:
@@ -228,28 +200,20 @@ def _checksum(*tensors: Tensor | None) -> int:
     return total % (1 << 62)
 
 
-def _agree(ranks: Ranks, signature: CallSignature | None, problem: Exception | None) -> list[CallSignature]:
-    """Exchange the signatures of all ranks; raises an error on every rank where they differ."""
-    every = [CallSignature(*x) for x in ranks.meet("attention", signature or [0] * len(CallSignature._fields), problem)]
-    for name in CallSignature._fields[:-FREE]:
-        values = [getattr(x, name) for x in every]
-        for rank, value in enumerate(values):
-            if value != values[0]:
-                what = NAMES[name] + ("" if name in CODED else f": {values[0]} and {value}")
+def _agree(ranks: Ranks, every: Sequence[Signature]) -> None:
+    """Raise an error, on every rank, where the signatures of all of them differ."""
+    for name, value in every[0].items():
+        for rank, other in enumerate(x[name] for x in every):
+            if other != value and name not in FREE:
+                what = name + ("" if name in CODED else f": {value} and {other}")
                 raise RanksError(
                     f"ranks 0 and {rank} of {ranks.size} do not make the same call: they differ in {what}; "
                     f"give all ranks of a sequence the same model, settings and samples, and each its own tokens."
                 )
-    return every
 
 
 def attend_split(core: AttentionCore, make_call: Callable[[], Call], ranks: Ranks) -> tuple[Tensor, State | None]:
-    """Attend to the tokens of all ranks, with the queries of this one.
-
-    Args:
-        core: the method.
-        make_call: checks the inputs of this rank; what it raises is an error on every rank.
-        ranks: the group.
+    """Attend to the tokens of all ranks, with the queries of this one; what ``make_call`` raises is raised on all.
 
     Returns:
         (B, H, L, E), and of a causal call the state after this rank's keys where it is wanted.
@@ -263,54 +227,108 @@ def attend_split(core: AttentionCore, make_call: Callable[[], Call], ranks: Rank
         problem = error
     # Weights are compared in the first call since the ranks met: sums over all of them in every call would cost more.
     signature = None if call is None or problem is not None else _signature(core, call, core in ranks.checked)
-    every = _agree(ranks, signature, problem)
+    numbers = ranks.meet("attention", [*(signature or {}).values()], problem)
     assert call is not None
+    assert signature is not None
+    every = [dict(zip(signature, x, strict=False)) for x in numbers]
+    _agree(ranks, every)
     ranks.checked.add(core)
     out, after = _Split(core, call, ranks, every).attend()
     return out.to(call.query.dtype), after
 
 
-def _refusal(core: AttentionCore, call: Call) -> ValueError | None:
+def _refusal(core: Any, call: Call) -> ValueError | None:
     """Return the error for a call that a core cannot make over ranks, or None."""
-    if core.splits is None:
+    phi, bias = getattr(core, "feature_map", None), call.bias
+    if not core.splits:
         return ValueError(
             f"{core.method!r} has no state of constant size that ranks could exchange, and the sequence is split over "
             f"them; use a method with a feature map such as 'favor+', or 'local'."
         )
     if call.state is not None:
         return ValueError("a split sequence starts at its first rank, got a state; give all of its tokens in one call.")
-    return core.splits.refusal(core, call)
+    if phi is not None and phi.sees_sequence:
+        return ValueError(
+            f"{core.method!r} takes its landmarks from the whole sequence, which is on several ranks; use "
+            f"{core.causal_way}, or a method such as 'favor+'."
+        )
+    if phi is not None and phi.aligns:
+        return ValueError(
+            f"{core.method!r} with align=True moves keys by a mean over the whole sequence, which is on several "
+            f"ranks; build it with align=False."
+        )
+    if bias is not None and (bias.layout.rows or bias.window is None):
+        what = "a bias on a grid" if bias.layout.rows else "a bias of which no max_distance is known"
+        return ValueError(
+            f"{what} needs all keys of {core.method!r} one by one, and they are on several ranks; give positions "
+            f"with max_distance=..., or scheme='alibi'."
+        )
+    if call.algorithm == "plain":
+        return ValueError("algorithm='plain' is for one process; leave it out, or take 'chunked'.")
+    if bias is not None and bias.algorithm not in (None, "windowed"):
+        return ValueError(f"algorithm={bias.algorithm!r} is for one process; leave it out, or take 'windowed'.")
+    return None
 
 
 class _Split:
-    """One call on this rank, with the signatures of all."""
+    """One call of a core on this rank, with the signatures of all ranks."""
 
-    def __init__(self, core: AttentionCore, call: Call, ranks: Ranks, every: list[CallSignature]) -> None:
+    def __init__(self, core: Any, call: Call, ranks: Ranks, every: list[Signature]) -> None:
         self.core, self.ranks, self.rank = core, ranks, ranks.rank
-        for rank, x in enumerate(every):
-            if call.is_causal and x.queries != x.keys:
+        counts = [(x["queries"], x["keys"]) for x in every]
+        for rank, (asked, given) in enumerate(counts):
+            if call.is_causal and asked != given:
                 raise ValueError(
-                    f"causal attention over ranks is over the same tokens, got {x.queries} queries and {x.keys} keys "
-                    f"on rank {rank}; give every rank as many keys as queries."
+                    f"causal attention over ranks is over the same tokens, got {asked} queries and {given} keys on "
+                    f"rank {rank}; give every rank as many keys as queries."
                 )
-        self.gradients = bool(every[0].gradients)
-        self.starts = list(accumulate((x.keys for x in every), initial=0))
-        queries = list(accumulate((x.queries for x in every), initial=0))
+        self.gradients = bool(every[0][GRADIENTS])
+        self.starts = list(accumulate((x for _, x in counts), initial=0))
+        queries = list(accumulate((x for x, _ in counts), initial=0))
         if (core.has_near or call.bias is not None) and self.starts[:-1] != queries[:-1]:
             raise ValueError(
                 f"a window, sinks or a bias count tokens along one sequence, but queries begin at {queries[:-1]} and "
                 f"keys at {self.starts[:-1]} on the {ranks.size} ranks; give every rank as many keys as queries."
             )
-        assert core.splits is not None
-        tokens = (queries[-1], self.starts[-1])
-        # Normalized already: what goes around is what the sums see.
-        self.own = core.splits(core, core._normalized(call), tokens, self.starts[self.rank])
-        self.call, self.plan = self.own.call, self.own.plan
-        self.edges = EdgeSegments(self.call, self.plan.sinks, ranks, any(x.masked for x in every))
-        length, reach = call.key.shape[2], self.plan.reach
-        places = [reach, length - reach]
-        places += [first_places(self.plan, x)[0] for x in self.edges.segments] if self.plan.sinks else []
-        self.plan = self.plan.cut(x for x in places if x <= SHORT or x == length - reach)
+        call = core._normalized(call)  # what goes around is what the sums see
+        if call.bias is not None:
+            # Tokens before this rank's: all where packed rows count positions, else those that are one by one.
+            start, is_packed = self.starts[self.rank], call.segment_ids is not None
+            past = start if core.has_near and is_packed else min(call.bias.window or 0, start)
+            later = max(0, self.starts[-1] - start - call.key.shape[2])
+            bias = around(call.bias, call, core, (queries[-1], self.starts[-1]), past, later)
+            call = replace(call, bias=bias)
+        self.call = call
+        self.far: Far | None = None
+        with no_autocast(call.query.device.type):
+            self.plan = self._plan()
+        self.edges = EdgeSegments(self.call, self.plan.sinks, ranks, any(x["masked"] for x in every))
+
+    def _plan(self) -> ExchangePlan:
+        core, call, bias, near = self.core, self.call, self.call.bias, self.core.near
+        phi = getattr(core, "feature_map", None)
+        if phi is None:
+            return ExchangePlan(call.key, call.value, reach=near.window, sinks=near.sinks)
+        tensors, spec = core.map_tensors(call), phi.spec_id
+        if near is not None:
+            whole, far = core._with_far(call, tensors)
+            key, value, spec, self.far = whole.key, whole.value, far.spec, far
+        elif bias is None:
+            key, value = core._per_map_head(call.key, call.value)
+        else:
+            key, value, spec = core.biased.per_head(call.key), core.biased.per_head(call.value), phi.spread_spec_id
+        return ExchangePlan(
+            key,
+            value,
+            reach=near.window if near is not None else 0 if bias is None else bias.window or 0,
+            sinks=0 if near is None else near.sinks,
+            spec=spec,
+            tensors=tensors,
+            scale=call.scale,
+            normalize=core.normalize,
+            parts=near is not None,
+            slope=None if bias is None else bias.slope,
+        )
 
     def attend(self) -> tuple[Tensor, State | None]:
         """Exchange, then attend to one's own tokens and what came of the others."""
@@ -319,23 +337,19 @@ class _Split:
     def _exchange(self, parts: list[Message]) -> list[Message]:
         """Gather the messages of all ranks in one exchange."""
         sources = [x for x in (self.call.key, self.call.value, *self.core.parameters()) if x.requires_grad]
-        gathered = self.ranks.gather([x for part in parts for x in part.tensors], self.gradients, sources)
-        result = []
-        for part in parts:
-            count = len(part.tensors)
-            result.append(part.like(gathered[:count]))
-            gathered = gathered[count:]
-        return result
+        rest = list(self.ranks.gather([x for part in parts for some in part for x in some], self.gradients, sources))
+        return [Message(*([rest.pop(0) for _ in some] for some in part)) for part in parts]
 
     def _causal(self) -> tuple[Tensor, State | None]:
-        """As a stream that goes on from the state of the ranks before."""
+        """Attend as a stream that resumes from the state of the ranks before."""
         edges, call, links = self.edges, self.call, self.edges.left
         segment = edges.segments[LAST]
         is_last = self.rank == self.ranks.size - 1  # after whom nobody comes
         sums = no_sums(self.plan) if is_last else sums_one_way(self.plan, segment, False)
         (message,) = self._exchange([outgoing(self.plan, segment, sums, False)])
         left = incoming(self.plan, message, links, self.ranks, self.starts, mirror=False)
-        at_once = call.segment_ids is None and not call.streams and self.own.goes_on()
+        # With near tokens that takes less time than a state, since no mask has to be made where nothing is hidden.
+        at_once = call.segment_ids is None and not call.streams and self.core.has_near
         sinks = None
         if self.plan.sinks:  # a stream finds its own ones itself
             valid, position = edges.first_visible(LAST, self.starts)
@@ -344,8 +358,8 @@ class _Split:
         if at_once:
             key, value, mask = left.tokens
             nothing = Neighbour([], (key[:, :, :0], value[:, :, :0], mask[:, :0]))
-            return self.own.between(call, [], (left, nothing), sinks), None
-        state = self.own.state(left, sinks)
+            return self._attend(call, [], (left, nothing), sinks), None
+        state = self._state(left, sinks)
         if call.segment_ids is None:
             out, after = self.core._attend_alone(replace(call, state=state))
         else:
@@ -358,7 +372,7 @@ class _Split:
         return (torch.arange(self.ranks.size, device=self.call.key.device) == self.rank).unsqueeze(1)
 
     def _both(self) -> Tensor:
-        """Bidirectional, with a state on each side; of packed rows the first and the last segment one by one."""
+        """Attend in both directions, with a state on each side; of packed rows each outer segment by itself."""
         edges, plan, call = self.edges, self.plan, self.call
         is_packed = call.segment_ids is not None
         first, last = edges.segments
@@ -370,9 +384,7 @@ class _Split:
             to_right = outgoing(plan, last, ways[0], False)
             to_left = outgoing(plan, first, ways[1], True, shared=not is_packed)
             to_right, to_left = self._exchange([to_right, to_left])
-            shared = {} if to_left.full else {"full": to_right.full}
-            shared |= {} if to_left.sinks else {"sinks": to_right.sinks}
-            to_left = replace(to_left, **shared)
+            to_left = to_left._replace(full=to_left.full or to_right.full, sinks=to_left.sinks or to_right.sinks)
         else:
             (to_right,) = self._exchange([outgoing(plan, last, sums_one_way(plan, last, False), False)])
             to_left = to_right
@@ -407,4 +419,63 @@ class _Split:
         alone = self.call
         if alone.segment_ids is not None:
             alone = replace(alone, segment_ids=None, key_mask=edges.segments[which].mask)
-        return self.own.between(alone, own, (before, after), sinks)
+        return self._attend(alone, own, (before, after), sinks)
+
+    def _state(self, left: Neighbour, sinks: Sinks | None) -> State:
+        """Return the state before this rank's tokens."""
+        call, start, made_by = self.call, self.starts[self.rank], self.core._made_for(self.call)
+        if self.core.near is not None:
+            if sinks is not None:
+                sinks = sinks._replace(position=sinks.position.masked_fill(~sinks.visible, NO_SINK))
+            tensors = Stream(left.sums, left.tokens, sinks).tensors()
+            return State(tensors, start, made_by)
+        if call.bias is None:
+            return State(tuple(left.sums), start, made_by)
+        sums, mask = sums_of_state(left.sums, self.plan.positive), left.tokens[2]
+        return State((*sums, *left.tokens), mask.shape[1], made_by)
+
+    def _attend(
+        self, call: Call, own: Sequence[Tensor], neighbours: tuple[Neighbour, Neighbour], sinks: Sinks | None
+    ) -> Tensor:
+        """Attend to the keys of a call and of both neighbours, whose sums in the middle are ``own``: (B, H, L, E)."""
+        plan, near, bias, (before, after) = self.plan, self.core.near, call.bias, neighbours
+        with no_autocast(call.query.device.type):
+            if near is None and bias is None:
+                how: dict[str, Any] = {"spec": plan.spec, "tensors": plan.tensors, "scale": plan.scale}
+                state = plan.merged([before.sums, own, after.sums])
+                return read_sums(call.query, state, normalize=plan.normalize, **how)
+            dtype = compute_dtype(call.query.dtype)
+            key, value = (
+                torch.cat([x, y.to(dtype), z], 2)
+                for x, y, z in zip(before.tokens[:2], (plan.key, plan.value), after.tokens[:2], strict=True)
+            )
+            mask, left, right = call.key_mask, before.tokens[2], after.tokens[2]
+            if mask is not None or not bool(left.all() & right.all()):
+                mask = left.new_ones(key.shape[0], call.key.shape[2]) if mask is None else mask
+                mask = torch.cat([left, mask, right], 1)
+            whole = replace(call, query=call.query.to(dtype), key=key, value=value, key_mask=mask)
+            if near is not None:
+                offset = left.shape[1]
+                if sinks is not None:
+                    sinks = sinks._replace(position=sinks.position - (self.starts[self.rank] - offset))
+                # Without a window the first key on the right is one away, not none.
+                later = after.sums if near.window else plan.fade(after.sums, -1)
+                out: Tensor = near.run(whole, self.far, sinks, before.sums, offset, later)[0]
+                return out
+            assert bias is not None
+            relative = RelativeCall(
+                query=whole.query,
+                key=key,
+                value=value,
+                bias=bias.table,
+                spec=plan.spec,
+                tensors=plan.tensors,
+                scale=plan.scale,
+                layout=bias.layout,
+                key_mask=mask,
+                window=bias.window,
+                slope=bias.slope,
+                state=sums_of_state(before.sums, plan.positive),
+                right_state=sums_of_state(after.sums, plan.positive),
+            )
+            return relative_attention(relative)[0]

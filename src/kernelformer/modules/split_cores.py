@@ -1,4 +1,4 @@
-"""Messages between the ranks of a split sequence: summaries of their tokens, and how cores use them.
+"""Messages between the ranks of a split sequence: summaries of their tokens.
 
 Near tokens travel as they are, far ones as sums: of all tokens of a rank, and of all but those that may be near for its
 neighbour. So an exchange is of one size whatever the length, and nothing is ever taken off a sum again.
@@ -6,46 +6,29 @@ neighbour. So an exchange is of one size whatever the length, and nothing is eve
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernelformer.attention import State
-from kernelformer.attention.dispatch import key_sums, read_sums
+from kernelformer.attention.dispatch import key_sums
 from kernelformer.attention.linear import faded, merge_sums
 from kernelformer.attention.near_far_call import Sinks
 from kernelformer.attention.near_keys import Tokens
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.ranks import Ranks
-from kernelformer.attention.relative.call import Layout, RelativeCall
-from kernelformer.attention.relative.operator import relative_attention
+from kernelformer.attention.relative.call import Layout
 from kernelformer.attention.state import empty_sums
-from kernelformer.contract import compute_dtype, lookup, no_autocast
+from kernelformer.contract import compute_dtype, lookup
 from kernelformer.modules.bias import check_tail
 from kernelformer.modules.checks import Bias, Call
-from kernelformer.modules.window import NO_SINK, Far, NearFarAttention, Stream
+from kernelformer.modules.window import NearFarAttention
 
 if TYPE_CHECKING:
     from kernelformer.modules.core import AttentionCore
-    from kernelformer.modules.exact import LocalCore
-    from kernelformer.modules.kernel import KernelCore
-
-SHORT = 1024  # tokens among which sinks are looked for without a gradient as long as the sequence
-
-
-class TokenRange(NamedTuple):
-    """Some of a rank's tokens: where they begin and end, keys (B, G, n, D) and values (B, G, n, E)."""
-
-    first: int
-    last: int
-    key: Tensor
-    value: Tensor
 
 
 @dataclass(frozen=True)
@@ -63,7 +46,6 @@ class ExchangePlan:
         normalize: whether what is read from the sums is divided by the sum of the weights.
         parts: see `key_sums`.
         slope: (G), what the log weight of a far token falls by per token of distance; None: it does not.
-        pieces: of the tokens, see `cut`.
     """
 
     key: Tensor
@@ -76,57 +58,29 @@ class ExchangePlan:
     normalize: bool = True
     parts: bool = False
     slope: Tensor | None = None
-    pieces: tuple[TokenRange, ...] = ()
 
     @property
     def positive(self) -> bool:
-        """The family of the map."""
+        """True if the map is positive."""
         return lookup(self.spec).family == "positive"
 
-    def cut(self, places: Iterable[int]) -> ExchangePlan:
-        """Cut keys and values into pieces at some places.
-
-        All at once: each slice of a long tensor would get a gradient as long as the tensor, nearly all of it zeros.
-        """
-        length = self.key.shape[2]
-        ends = [0, *sorted({x for x in places if 0 < x < length}), length]
-        if len(ends) == 2:  # as it is: even one piece that was cut would have a gradient of its own
-            return replace(self, pieces=(TokenRange(0, length, self.key, self.value),))
-        sizes = [last - first for first, last in pairwise(ends)]
-        parts = zip(pairwise(ends), self.key.split(sizes, 2), self.value.split(sizes, 2), strict=True)
-        return replace(self, pieces=tuple(TokenRange(*span, key, value) for span, key, value in parts))
-
-    def between(self, first: int, last: int) -> list[TokenRange]:
-        """The pieces from one place to another, both of which are cuts; one that is empty where there are none."""
-        found = [x for x in self.pieces if first <= x.first and x.last <= last]
-        return found or [TokenRange(first, first, self.key[:, :, :0].detach(), self.value[:, :, :0].detach())]
-
-    def tokens(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Keys and values from one cut to another."""
-        keys, values = zip(*((x.key, x.value) for x in self.between(first, last)), strict=True)
-        return torch.cat(keys, 2), torch.cat(values, 2)
-
     def sums(self, first: int, last: int, mask: Tensor | None, mirror: bool) -> list[Tensor]:
-        """The state of the tokens from one cut to another."""
-        states = []
-        for piece in self.between(first, last):
-            state = key_sums(
-                piece.key,
-                piece.value,
-                spec=self.spec,
-                tensors=self.tensors,
-                scale=self.scale,
-                key_mask=None if mask is None else mask[:, piece.first : piece.last],
-                normalize=self.normalize,
-                parts=self.parts,
-                slope=self.slope,
-                mirror=mirror,
-            )
-            states.append(self.fade(state, piece.first - first if mirror else last - piece.last))
-        return states[0] if len(states) == 1 else self.merged(states)
+        """Compute the state of the tokens from one place to another."""
+        return key_sums(
+            self.key[:, :, first:last],
+            self.value[:, :, first:last],
+            spec=self.spec,
+            tensors=self.tensors,
+            scale=self.scale,
+            key_mask=None if mask is None else mask[:, first:last],
+            normalize=self.normalize,
+            parts=self.parts,
+            slope=self.slope,
+            mirror=mirror,
+        )
 
     def merged(self, states: Sequence[Sequence[Tensor]], used: Tensor | None = None) -> list[Tensor]:
-        """One state from several, of which ``used`` (R) or (R, B) counts; None: all."""
+        """Merge several states, of which ``used`` (R) or (R, B) counts; None: all."""
         stacked = [torch.stack(x) for x in zip(*states, strict=True)]
         if used is None:
             used = torch.ones(len(states), dtype=torch.bool, device=self.key.device)
@@ -134,15 +88,13 @@ class ExchangePlan:
 
     def fade(self, state: list[Tensor], tokens: int) -> list[Tensor]:
         """A state as it is seen from so many tokens farther away."""
-        return (
-            state
-            if self.slope is None or not tokens or not state
-            else faded(state, self.slope.to(state[0].dtype) * tokens)
-        )
+        if self.slope is None or not tokens or not state:
+            return state
+        return faded(state, self.slope.to(state[0].dtype) * tokens)
 
 
 class Segment(NamedTuple):
-    """A stretch of tokens of this rank that goes on, or may go on, on other ranks: all of them, or a segment's.
+    """Tokens of this rank that may continue on other ranks: all of them, or those of a segment.
 
     Args:
         mask: (B, S) bool, which tokens are in it and visible; None: all.
@@ -155,8 +107,7 @@ class Segment(NamedTuple):
     firsts: Tensor
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """Tensors that a rank sends, or those of all ranks, (R, ...) each.
 
     Args:
@@ -173,57 +124,33 @@ class Message:
     marks: Sequence[Tensor] = ()
     sinks: Sequence[Tensor] = ()
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All of it, in order."""
-        return [*self.full, *self.head, *self.edge, *self.marks, *self.sinks]
 
-    def like(self, tensors: list[Tensor]) -> Message:
-        """Other tensors in the same places."""
-        rest = list(tensors)
-        lists = (self.full, self.head, self.edge, self.marks, self.sinks)
-        return Message(*([rest.pop(0) for _ in x] for x in lists))
-
-
-def first_places(plan: ExchangePlan, segment: Segment) -> tuple[int, tuple[Tensor, Tensor]]:
-    """Return the end of a segment's first visible tokens, and keys and values up to it; all where that is far."""
-    length = plan.key.shape[2]
-    inside = segment.firsts[segment.firsts < length]
-    end = int(inside.max()) + 1 if inside.numel() else 0
-    known = any(x.first == end or x.last == end for x in plan.pieces)
-    return end, plan.tokens(0, end) if known and end <= SHORT else (plan.key, plan.value)
-
-
-class KeyState(NamedTuple):
-    """States of a rank's far tokens in one direction, see `Message`; nothing without a map."""
-
-    full: list[Tensor]
-    head: list[Tensor]
+KeyState = tuple[list[Tensor], list[Tensor]]  # `Message.full` and `Message.head` in one direction; empty without a map
 
 
 def sums_one_way(plan: ExchangePlan, segment: Segment, mirror: bool) -> KeyState:
-    """For the ranks after this one, or mirrored for those before."""
+    """Compute the sums for the ranks after this one, or mirrored for those before."""
     if not plan.spec:
-        return KeyState([], [])
+        return [], []
     length, reach = plan.key.shape[2], plan.reach
     cut = min(reach, length) if mirror else max(0, length - reach)
     spans = ((cut, length), (0, cut)) if mirror else ((0, cut), (cut, length))
     head, edge = (plan.sums(*span, segment.far, mirror) for span in spans)
-    return KeyState(plan.merged([head, plan.fade(edge, -reach)]) if reach else head, head)
+    return plan.merged([head, plan.fade(edge, -reach)]) if reach else head, head
 
 
 def no_sums(plan: ExchangePlan) -> KeyState:
-    """Those of no tokens, where nobody wants any: they cost no pass over the keys."""
+    """State of no tokens, for the last rank: it costs no pass over the keys."""
     if not plan.spec:
-        return KeyState([], [])
+        return [], []
     known, like = lookup(plan.spec), plan.key.new_empty(0, dtype=compute_dtype(plan.key.dtype))
     features = known.feature_dim(plan.tensors, plan.key.shape[3])
     state = empty_sums(known, plan.key.shape[:2], features, plan.value.shape[3], like)
-    return KeyState(state, state)
+    return state, state
 
 
 def sums_both_ways(plan: ExchangePlan, segment: Segment) -> tuple[KeyState, KeyState]:
-    """For the ranks after this one and for those before, in one pass over the keys where distance does not count."""
+    """Compute the sums for both directions, in one pass over the keys where distance does not count."""
     if plan.slope is not None or not plan.spec:
         return sums_one_way(plan, segment, False), sums_one_way(plan, segment, True)
     length, reach = plan.key.shape[2], plan.reach
@@ -232,18 +159,13 @@ def sums_both_ways(plan: ExchangePlan, segment: Segment) -> tuple[KeyState, KeyS
     left, middle, right = (plan.sums(*x, segment.far, False) for x in ((0, low), (low, high), (high, length)))
     full = plan.merged([left, middle, right])
     overlap = [middle] if after >= before else []
-    return KeyState(full, plan.merged([left, *overlap])), KeyState(full, plan.merged([*overlap, right]))
+    return (full, plan.merged([left, *overlap])), (full, plan.merged([*overlap, right]))
 
 
 def outgoing(plan: ExchangePlan, segment: Segment, sums: KeyState, mirror: bool, shared: bool = False) -> Message:
     """Build the message of a segment to the ranks after this one, or mirrored to those before.
 
-    Args:
-        plan: the tokens.
-        segment: which of them count.
-        sums: of the far ones.
-        mirror: the direction.
-        shared: what it sends in the other direction serves for this one too: all far tokens, and the first ones.
+    Where it is ``shared``, what goes in the other direction serves for this one too: all far tokens, and the first.
     """
     length, reach = plan.key.shape[2], plan.reach
     dtype = compute_dtype(plan.key.dtype)
@@ -252,19 +174,19 @@ def outgoing(plan: ExchangePlan, segment: Segment, sums: KeyState, mirror: bool,
     at = slice(0, min(reach, length)) if mirror else slice(max(0, length - reach), length)
     hidden = None if segment.mask is None else ~segment.mask[:, None, at, None]
     edge: list[Tensor] = []
-    for x in plan.tokens(at.start, at.stop) if reach else ():
+    for x in (plan.key[:, :, at], plan.value[:, :, at]) if reach else ():
         piece = x if hidden is None else x.masked_fill(hidden, 0)
         edge.append(F.pad(piece.to(dtype), (0, 0, *room)))
     marks = []
     if reach and segment.mask is not None and segment.far is not None:
         marks = [torch.stack([F.pad(x[:, at].to(dtype), room) for x in (segment.mask, segment.far)])]
     picked = []
-    for x in first_places(plan, segment)[1] if plan.sinks and not shared else ():
+    for x in (plan.key, plan.value) if plan.sinks and not shared else ():
         index = segment.firsts[:, None, :, None].clamp(0, max(0, x.shape[2] - 1)).expand(-1, x.shape[1], -1, x.shape[3])
         rows = x.gather(2, index) if x.shape[2] else x.new_zeros(index.shape)
         picked.append(rows.to(dtype))
-    full = () if shared and plan.slope is None else sums.full
-    return Message(full=full, head=sums.head if reach else (), edge=edge, marks=marks, sinks=picked)
+    full = () if shared and plan.slope is None else sums[0]
+    return Message(full=full, head=sums[1] if reach else (), edge=edge, marks=marks, sinks=picked)
 
 
 @dataclass(frozen=True)
@@ -285,13 +207,8 @@ def incoming(
 ) -> Neighbour:
     """Combine what the ranks before this one sent, or mirrored those after it.
 
-    Args:
-        plan: of this rank.
-        message: by all ranks, (R, ...) each.
-        links: (R, B) bool, whose tokens this rank's sees.
-        ranks: the group.
-        starts: R + 1 positions, of the first token of every rank and after the last.
-        mirror: the direction.
+    The message is that of all ranks, (R, ...) each; ``links``, (R, B) bool, says whose tokens this rank's see;
+    ``starts`` are R + 1 positions, of the first token of every rank and after the last.
     """
     reach, here = plan.reach, ranks.rank
     sums: list[Tensor] = []
@@ -337,8 +254,7 @@ def _between(
     at = slice(first, first + beyond)
     key, value = (x[s][:, :, at] for x in message.edge)
     far = message.marks[0][s][1][:, at] > 0 if message.marks else None
-    short = replace(plan, key=key, value=value).cut(())
-    return [short.sums(0, beyond, far, mirror)]
+    return [replace(plan, key=key, value=value).sums(0, beyond, far, mirror)]
 
 
 def _near_tokens(
@@ -418,73 +334,13 @@ def sums_of_state(state: Sequence[Tensor], positive: bool) -> list[Tensor]:
     return [shift.transpose(-2, -1), sums[0] * ks, ks, log.new_zeros(*log.shape[:-2], 1, 1)]
 
 
-class CoreSplit(ABC):
-    """One call of a core on a rank.
-
-    Args:
-        core: the method.
-        call: checked, with the tokens of this rank; keys are normalized where the core does that.
-        tokens: queries and keys on all ranks.
-        start: keys on the ranks before this one.
-
-    Attributes:
-        plan: what is asked of the other ranks.
-    """
-
-    core: AttentionCore
-
-    def __init__(self, core: Any, call: Call, tokens: tuple[int, int], start: int) -> None:
-        self.core, self.start = core, start
-        self.call = call
-        if call.bias is not None:
-            # Tokens before this rank's: all where packed rows count positions, else those that are one by one.
-            is_packed = call.segment_ids is not None
-            past = start if core.has_near and is_packed else min(call.bias.window or 0, start)
-            later = max(0, tokens[1] - start - call.key.shape[2])
-            self.call = replace(call, bias=around(call.bias, call, core, tokens, past, later))
-        self.plan = self._plan()
-
-    @staticmethod
-    def refusal(core: Any, call: Call) -> ValueError | None:
-        """Return the error for a call that a core cannot make over ranks, or None."""
-        bias = call.bias
-        if bias is not None and (bias.layout.rows or bias.window is None):
-            what = "a bias on a grid" if bias.layout.rows else "a bias of which no max_distance is known"
-            return ValueError(
-                f"{what} needs all keys of {core.method!r} one by one, and they are on several ranks; give positions "
-                f"with max_distance=..., or scheme='alibi'."
-            )
-        if call.algorithm == "plain":
-            return ValueError("algorithm='plain' is for one process; leave it out, or take 'chunked'.")
-        if bias is not None and bias.algorithm not in (None, "windowed"):
-            return ValueError(f"algorithm={bias.algorithm!r} is for one process; leave it out, or take 'windowed'.")
-        return None
-
-    @abstractmethod
-    def _plan(self) -> ExchangePlan: ...
-
-    @abstractmethod
-    def state(self, left: Neighbour, sinks: Sinks | None) -> State:
-        """The state before this rank's tokens."""
-
-    def goes_on(self) -> bool:
-        """True if a causal call takes less time as a case of `between`, with nothing after it, than by a state."""
-        return False
-
-    @abstractmethod
-    def between(
-        self, call: Call, own: Sequence[Tensor], neighbours: tuple[Neighbour, Neighbour], sinks: Sinks | None
-    ) -> Tensor:
-        """Attend to the keys of a call and of both neighbours, whose sums in the middle are ``own``: (B, H, L, E)."""
-
-
 def around(bias: Bias, call: Call, core: AttentionCore, tokens: tuple[int, int], past: int, later: int) -> Bias:
-    """A bias for the tokens of this rank and those next to them, from one over the whole sequence.
+    """Cut a bias for the tokens of this rank and those next to them out of one over the whole sequence.
 
     Args:
         bias: over all distances, (H, queries + keys - 1) on all ranks, or up to the window, (H, 2 w + 1).
         call: of this rank.
-        core: which may have a window of its own.
+        core: for its window.
         tokens: queries and keys on all ranks.
         past: tokens before this rank's that it has to be for.
         later: tokens after this rank's, of which as many as the window are its neighbours.
@@ -518,177 +374,3 @@ def around(bias: Bias, call: Call, core: AttentionCore, tokens: tuple[int, int],
         beyond = (distance.abs() - window).clamp_min(0)
         table = table - bias.slope.to(table.dtype).unsqueeze(1) * beyond
     return replace(bias, table=table, layout=Layout(length, reach, past))
-
-
-def near_state(left: Neighbour, sinks: Sinks | None, start: int, made_by: tuple[tuple[str, object], ...]) -> State:
-    """A stream's state, from what is on the left."""
-    if sinks is not None:
-        sinks = sinks._replace(position=sinks.position.masked_fill(~sinks.visible, NO_SINK))
-    return State(Stream(left.sums, left.tokens, sinks, start).tensors(), start, made_by)
-
-
-def joined(plan: ExchangePlan, call: Call, neighbours: tuple[Neighbour, Neighbour]) -> Call:
-    """The call with the tokens next to it on both neighbours, in the dtype of the arithmetic."""
-    dtype = compute_dtype(call.query.dtype)
-    before, after = (x.tokens for x in neighbours)
-    key, value = (
-        torch.cat([x, y.to(dtype), z], 2) for x, y, z in zip(before[:2], (plan.key, plan.value), after[:2], strict=True)
-    )
-    mask = None
-    if call.key_mask is not None or not bool(before[2].all() & after[2].all()):
-        own = before[2].new_ones(key.shape[0], call.key.shape[2]) if call.key_mask is None else call.key_mask
-        mask = torch.cat([before[2], own, after[2]], 1)
-    return replace(call, query=call.query.to(dtype), key=key, value=value, key_mask=mask)
-
-
-def near_between(
-    near: NearFarAttention,
-    far: Far | None,
-    plan: ExchangePlan,
-    call: Call,
-    neighbours: tuple[Neighbour, Neighbour],
-    sinks: Sinks | None,
-    start: int,
-) -> Tensor:
-    """Near tokens exactly, this rank's and those next to them; far ones by the sums on either side."""
-    offset = neighbours[0].tokens[2].shape[1]
-    if sinks is not None:
-        sinks = sinks._replace(position=sinks.position - (start - offset))
-    later = neighbours[1].sums
-    if not near.window:  # the first key on the right is one away, not none
-        later = plan.fade(later, -1)
-    out, _ = near.run(joined(plan, call, neighbours), far, sinks, neighbours[0].sums, offset, later)
-    return out
-
-
-class LocalSplit(CoreSplit):
-    """Near tokens alone."""
-
-    core: LocalCore
-
-    def _plan(self) -> ExchangePlan:
-        return ExchangePlan(self.call.key, self.call.value, reach=self.core.window, sinks=self.core.sinks)
-
-    def state(self, left: Neighbour, sinks: Sinks | None) -> State:
-        """See `CoreSplit`."""
-        made_by = self.core._made_by(self.call.scale) + self.core.near.made_by(self.call)
-        return near_state(left, sinks, self.start, made_by)
-
-    def goes_on(self) -> bool:
-        """See `CoreSplit`: no mask has to be made where nothing is hidden."""
-        return True
-
-    def between(
-        self, call: Call, own: Sequence[Tensor], neighbours: tuple[Neighbour, Neighbour], sinks: Sinks | None
-    ) -> Tensor:
-        """See `CoreSplit`."""
-        with no_autocast(call.query.device.type):
-            return near_between(self.core.near, None, self.plan, call, neighbours, sinks, self.start)
-
-
-class KernelSplit(CoreSplit):
-    """KeyState of a feature map, and near tokens where there are any: of a window, or of a bias."""
-
-    core: KernelCore
-
-    @staticmethod
-    def refusal(core: Any, call: Call) -> ValueError | None:
-        """Return the error for a call that a core cannot make over ranks, or None."""
-        phi = core.feature_map
-        if phi.sees_sequence:
-            return ValueError(
-                f"{core.method!r} takes its landmarks from the whole sequence, which is on several ranks; use "
-                f"{core.causal_way}, or a method such as 'favor+'."
-            )
-        if phi.aligns:
-            return ValueError(
-                f"{core.method!r} with align=True moves keys by a mean over the whole sequence, which is on several "
-                f"ranks; build it with align=False."
-            )
-        return CoreSplit.refusal(core, call)
-
-    def _plan(self) -> ExchangePlan:
-        core, call = self.core, self.call
-        with no_autocast(call.query.device.type):
-            tensors = core.map_tensors(call)
-        slope = None if call.bias is None else call.bias.slope
-        near = core.near
-        if near is not None:
-            call, far = core._with_far(call, tensors)
-            return ExchangePlan(
-                call.key,
-                call.value,
-                reach=near.window,
-                sinks=near.sinks,
-                spec=far.spec,
-                tensors=far.tensors,
-                scale=call.scale,
-                parts=True,
-                slope=slope,
-            )
-        if call.bias is None:
-            key, value = core._per_map_head(call.key, call.value)
-        else:
-            key, value = core.biased.per_head(call.key), core.biased.per_head(call.value)
-        return ExchangePlan(
-            key,
-            value,
-            reach=0 if call.bias is None else call.bias.window or 0,
-            spec=core.feature_map.spec_id if call.bias is None else core.feature_map.spread_spec_id,
-            tensors=tensors,
-            scale=call.scale,
-            normalize=core.normalize,
-            slope=slope,
-        )
-
-    def state(self, left: Neighbour, sinks: Sinks | None) -> State:
-        """See `CoreSplit`."""
-        core, call = self.core, self.call
-        made_by = core._made_by(call.scale)
-        if core.near is not None:
-            return near_state(left, sinks, self.start, made_by + core.near.made_by(call))
-        if call.bias is None:
-            return State(tuple(left.sums), self.start, made_by)
-        sums = sums_of_state(left.sums, self.plan.positive)
-        key, value, mask = left.tokens
-        return State((*sums, key, value, mask), mask.shape[1], made_by + core.biased.made_by(call))
-
-    def goes_on(self) -> bool:
-        """See `CoreSplit`: no mask has to be made where nothing is hidden."""
-        return self.core.has_near
-
-    def between(
-        self, call: Call, own: Sequence[Tensor], neighbours: tuple[Neighbour, Neighbour], sinks: Sinks | None
-    ) -> Tensor:
-        """See `CoreSplit`."""
-        core, plan = self.core, self.plan
-        with no_autocast(call.query.device.type):
-            if core.near is not None:
-                far = Far(plan.spec, plan.tensors, core.beta)
-                return near_between(core.near, far, plan, call, neighbours, sinks, self.start)
-            if call.bias is not None:
-                return self._with_bias(call, call.bias, neighbours)
-            state = plan.merged([neighbours[0].sums, own, neighbours[1].sums])
-            return read_sums(
-                call.query, state, spec=plan.spec, tensors=plan.tensors, scale=plan.scale, normalize=plan.normalize
-            )
-
-    def _with_bias(self, call: Call, bias: Bias, neighbours: tuple[Neighbour, Neighbour]) -> Tensor:
-        plan, whole = self.plan, joined(self.plan, call, neighbours)
-        left, right = (sums_of_state(x.sums, plan.positive) for x in neighbours)
-        relative = RelativeCall(
-            query=whole.query,
-            key=whole.key,
-            value=whole.value,
-            bias=bias.table,
-            spec=plan.spec,
-            tensors=plan.tensors,
-            scale=plan.scale,
-            layout=bias.layout,
-            key_mask=whole.key_mask,
-            window=bias.window,
-            slope=bias.slope,
-            state=left,
-            right_state=right,
-        )
-        return relative_attention(relative)[0]

@@ -3,65 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention import State
-from kernelformer.attention.dispatch import attend_near_far, is_exporting
+from kernelformer.attention.dispatch import attend_near_far
 from kernelformer.attention.near_far_call import NearFarCall, Sinks
 from kernelformer.attention.near_keys import Place, Tokens, push
 from kernelformer.attention.plain.layout import readable_without_sync
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.state import MadeBy
 from kernelformer.attention.step import NearTokens, step
-from kernelformer.contract import PositiveSpec, compute_dtype, lookup
+from kernelformer.contract import compute_dtype, lookup
 from kernelformer.modules.bias import check_tail
 from kernelformer.modules.checks import Bias, Call
-
-if TYPE_CHECKING:
-    from kernelformer.modules.core import AttentionCore
 
 NO_SINK = -1  # position of a sink that a sample does not have yet
 
 
-@dataclass(frozen=True)
-class Stream:
-    """What a stream keeps.
+class Stream(NamedTuple):
+    """Far sums, last tokens and sinks of a stream.
 
     Args:
         sums: of the far keys, (B, G, ...) each; nothing where there is no far part.
         tokens: the last keys (B, G, n, D), values (B, G, n, E) and their mask (B, n), at most a window of them.
         sinks: their positions are counted from the start of the stream; None where there are none.
-        length: tokens so far.
     """
 
     sums: Sequence[Tensor]
     tokens: Tokens
     sinks: Sinks | None
-    length: int
 
     @staticmethod
     def of(state: State, has_sinks: bool) -> Stream:
-        """What a state holds."""
-        tensors = list(state.tensors)
-        sinks = None
+        """Read the tensors of a state."""
+        tensors, sinks = state.tensors, None
         if has_sinks:
-            *tensors, key, value, position = tensors
+            *tensors, key, value, position = tensors  # type: ignore[assignment]
             sinks = Sinks(key, value, position, position)  # visible where the position is not negative
-        *sums, key, value, mask = tensors
-        return Stream(sums, (key, value, mask), sinks, state.length)
+        return Stream(tensors[:-3], (tensors[-3], tensors[-2], tensors[-1]), sinks)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors of a state."""
+        """Return the tensors of a state."""
         return (*self.sums, *self.tokens, *(() if self.sinks is None else self.sinks[:3]))
 
 
-@dataclass(frozen=True)
-class Known:
+class Known(NamedTuple):
     """Facts about a stream in buffers, so that a step need not look for them in its tensors.
 
     Args:
@@ -85,24 +76,25 @@ def first_tokens(count: int, call: Call, before: Sinks | None, offset: int = 0, 
     """
     if not count:
         return None
-    key, value, mask = call.key, call.value, call.key_mask
-    if not call.in_stream:
+    key, value, mask, in_stream = call.key, call.value, call.key_mask, call.streams or call.state is not None
+    if not in_stream:
         key, value = key.detach(), value.detach()  # see `NearFarCall.own_sinks`
     batch, length = key.shape[0], key.shape[2]
     if before is not None:
         before = before._replace(position=before.position - (past - offset))
         if readable_without_sync(key) and bool(before.visible.all()):
             return before
-    if before is None and mask is None and not is_exporting() and count <= length:  # a graph is of any length
+    traced = torch.compiler.is_exporting()
+    if before is None and mask is None and not traced and count <= length:  # a graph is of any length
         position = torch.arange(count, device=key.device).expand(batch, -1)
         first = [x[:, :, :count] for x in (key, value)]
-        if call.in_stream:  # views would keep all of a prompt
+        if in_stream:  # views would keep all of a prompt
             first = [x.clone() for x in first]
         return Sinks(first[0], first[1], position, torch.ones_like(position, dtype=torch.bool))
     number = torch.arange(1, count + 1, device=key.device).expand(batch, -1)
     made = number.new_zeros(batch, 1) if before is None else before.visible.sum(1, keepdim=True)
     new = key.new_ones(batch, length - offset, dtype=torch.bool) if mask is None else mask[:, offset:]
-    if is_exporting():  # what a search gives, by operations that ONNX has
+    if traced:  # what a search gives, by operations that ONNX has
         position = (new.cumsum(1).unsqueeze(1) < (number - made).unsqueeze(2)).sum(2) + offset
     else:
         position = torch.searchsorted(new.cumsum(1).contiguous(), (number - made).contiguous()) + offset
@@ -129,7 +121,7 @@ def first_tokens(count: int, call: Call, before: Sinks | None, offset: int = 0, 
 
 
 def without_sinks(sinks: Sinks, key: Tensor, mask: Tensor | None) -> Tensor:
-    """Which keys (B, S) are visible and no sinks."""
+    """Mask of the keys (B, S) that are visible and no sinks."""
     batch, length = key.shape[0], key.shape[2]
     whole = key.new_ones(batch, length, dtype=torch.bool) if mask is None else mask
     inside = sinks.visible & (sinks.position >= 0) & (sinks.position < length)
@@ -140,22 +132,8 @@ def without_sinks(sinks: Sinks, key: Tensor, mask: Tensor | None) -> Tensor:
 NO_SINK_YET = 1 << 40  # position of a sink that a sample does not have; it stays beyond any window's reach
 
 
-def check_export(core: AttentionCore, call: Call) -> None:
-    """Raise a ValueError where `torch.export` traces a call of any length, or a step, that it cannot."""
-    if not is_exporting() or not (isinstance(call.query.shape[2], torch.SymInt) or call.state is not None):
-        return
-    reason = core.export_refusal
-    if not reason and call.bias is not None:
-        reason = "attends with a relative position bias, whose table is as long as the sequence"
-    if reason:
-        raise ValueError(
-            f"{core.method!r} {reason}: it cannot be exported with a dynamic length. Use a method such as 'favor+' or "
-            f"'loglinear' without a bias, or export the graph for one length."
-        )
-
-
 def attend_stream(near: NearFarAttention, call: Call, far: Far | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Attend to a whole prompt, and make the state that `step_stream` goes on from; see `NearFarAttention.attend`."""
+    """Attend to a whole prompt in an export, and make the state for a step; see `NearFarAttention.attend`."""
     if call.state is not None:
         raise ValueError("an exported graph attends to a prompt from its start, or by step to one token after a state.")
     _check_window(near)
@@ -170,7 +148,7 @@ def attend_stream(near: NearFarAttention, call: Call, far: Far | None) -> tuple[
     if sinks is not None:
         position = torch.where(sinks.visible, sinks.position - length, NO_SINK_YET)
         sinks = Sinks(sinks.key.to(dtype), sinks.value.to(dtype), position, sinks.visible)
-    return out, Stream(sums, (key, value, kept), sinks, 0).tensors()
+    return out, Stream(sums, (key, value, kept), sinks).tensors()
 
 
 def _with_new_sink(
@@ -195,8 +173,7 @@ def _check_window(near: NearFarAttention) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Far:
+class Far(NamedTuple):
     """The far part of a call: a feature map and a factor for each head.
 
     Args:
@@ -208,11 +185,6 @@ class Far:
     spec: str
     tensors: Sequence[Tensor]
     beta: Tensor | None
-
-    @property
-    def is_positive(self) -> bool:
-        """Whether its features are positive."""
-        return isinstance(lookup(self.spec), PositiveSpec)
 
 
 class NearFarAttention:
@@ -229,11 +201,10 @@ class NearFarAttention:
         window: tokens on each side, one's own included, that are attended to exactly; 0: none.
         sinks: number of first visible tokens that are attended to exactly.
         scale: of q . k; None: that of the call.
-        dropout: share of the near weights that is dropped.
     """
 
-    def __init__(self, method: str, *, window: int, sinks: int, scale: float | None, dropout: float = 0.0) -> None:
-        self.method, self.window, self.sinks, self.scale, self.dropout = method, window, sinks, scale, dropout
+    def __init__(self, method: str, *, window: int, sinks: int, scale: float | None) -> None:
+        self.method, self.window, self.sinks, self.scale = method, window, sinks, scale
 
     def scale_of(self, scale: float) -> float:
         """The scale of the near scores in a call of this scale."""
@@ -250,14 +221,14 @@ class NearFarAttention:
         Returns:
             (B, H, L, E), and in a stream the tensors of the state after the keys.
         """
-        if not call.in_stream:
+        if not call.streams and call.state is None:
             sinks = None
             # Else sinks are the first keys, and where they are needs no tensor.
             if not plain or call.key_mask is not None or call.bias is not None:
                 sinks = first_tokens(self.sinks, call, None)
             out, _ = self.run(call, far, sinks, None, 0, plain=plain)
             return out, None
-        if is_exporting():
+        if torch.compiler.is_exporting():
             return attend_stream(self, call, far)
         dtype = compute_dtype(call.query.dtype)
         key, value, mask = call.key.to(dtype), call.value.to(dtype), call.key_mask
@@ -265,10 +236,10 @@ class NearFarAttention:
         before = Stream.of(call.state, self.sinks > 0) if call.state is not None else None
         if before is not None and before.sinks is not None:
             known = before.sinks
-            before = replace(before, sinks=known._replace(visible=known.position >= 0))
+            before = before._replace(sinks=known._replace(visible=known.position >= 0))
         offset, past = 0, 0
-        if before is not None:
-            offset, past, sums = before.tokens[0].shape[2], before.length, before.sums
+        if before is not None and call.state is not None:
+            offset, past, sums = before.tokens[0].shape[2], call.state.length, before.sums
             new = before.tokens[2].new_ones(key.shape[0], key.shape[2]) if mask is None else mask
             key, value, mask = (
                 torch.cat(pair, axis) for *pair, axis in zip(before.tokens, (key, value, new), (2, 2, 1), strict=True)
@@ -281,12 +252,11 @@ class NearFarAttention:
         tokens = [key[:, :, first:], value[:, :, first:], kept[:, first:]]
         if mask is not None:  # what is hidden may hold anything
             tokens[:2] = (x.masked_fill(~tokens[2][:, None, :, None], 0) for x in tokens[:2])
-        length = past + call.query.shape[2]
         if sinks is not None:
             position = (sinks.position + past - offset).masked_fill(~sinks.visible, NO_SINK)
             sinks = sinks._replace(position=position)
         keep = (tokens[0].clone(), tokens[1].clone(), tokens[2].clone())  # views would keep all of a prompt
-        return out, Stream(after, keep, sinks, length).tensors()
+        return out, Stream(after, keep, sinks).tensors()
 
     def run(
         self,
@@ -298,16 +268,10 @@ class NearFarAttention:
         later: Sequence[Tensor] = (),
         plain: bool = False,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Attend to the keys of a call, of which ``offset`` are before the first query.
+        """Attend to the keys of a call, for each head of the sums, of which ``offset`` are before the first query.
 
-        Args:
-            call: with keys and values for each head of the sums.
-            far: or None.
-            sinks: at positions among the keys of the call, or before them.
-            sums: of far keys before those of the call.
-            offset: number of keys before the first query.
-            later: sums of far keys after those of the call.
-            plain: by plain operations.
+        ``sums`` are those of far keys before the call, ``later`` of those after it. Positions of sinks are among the
+        keys of the call, or before them.
         """
         leading = 0
         if plain and call.key_mask is None and not offset and call.state is None:
@@ -324,7 +288,7 @@ class NearFarAttention:
                 far_mask=far_mask,
                 sinks=sinks or (),
                 bias=() if call.bias is None else self._bias(call.bias, call.is_causal),
-                seed=torch.randint(1 << 62, ()) if self.dropout else None,
+                seed=torch.randint(1 << 62, ()) if call.dropout else None,
                 tensors=() if far is None else far.tensors,
                 beta=None if far is None else far.beta,
                 state=sums or (),
@@ -335,12 +299,12 @@ class NearFarAttention:
                 is_causal=call.is_causal,
                 window=self.window,
                 offset=offset,
-                dropout=self.dropout,
+                dropout=call.dropout,
                 own_sinks=sinks is not None and sums is None and call.key.shape[2] > 0,
             ),
             plain=plain,
             leading=leading,
-            streams=call.in_stream,
+            streams=call.streams or call.state is not None,
         )
 
     def check_bias(self, bias: Bias, is_causal: bool) -> None:
@@ -365,7 +329,7 @@ class NearFarAttention:
             )
 
     def _bias(self, bias: Bias, is_causal: bool = True) -> tuple[Tensor, ...]:
-        """What `near.NearBias` holds: the bias within the window, at the window, and the slope."""
+        """Tensors of `near.NearBias`: the bias within the window, at the window, and the slope."""
         self.check_bias(bias, is_causal)
         distances = torch.arange(min(0, 1 - self.window), self.window, device=bias.table.device)
         # A key's own distance belongs to the left: without a window, the right begins at 1.
@@ -392,11 +356,11 @@ class NearFarAttention:
 
     def step(self, call: Call, far: Far | None) -> tuple[Tensor, tuple[Tensor, ...], Known | None]:
         """Attend with one token; also returns what is known of the stream after it."""
-        if call.state is None or self.dropout:
+        if call.state is None or call.dropout:
             out, after = self.attend(call, far)
             assert after is not None
             return out, after, None
-        traced, dtype = is_exporting(), compute_dtype(call.query.dtype)
+        traced, dtype = torch.compiler.is_exporting(), compute_dtype(call.query.dtype)
         if traced:
             _check_window(self)
         before, past = Stream.of(call.state, self.sinks > 0), 0 if traced else call.state.length
@@ -431,7 +395,7 @@ class NearFarAttention:
                 sums = (sums[0] - slope.to(sums[0].dtype).view(1, -1, 1, 1), *sums[1:])
         if traced and sinks is not None:
             sinks = sinks._replace(position=sinks.position - 1)
-        after = Stream(sums, tokens, sinks, past + 1).tensors()
+        after = Stream(sums, tokens, sinks).tensors()
         if place is None:
             return out.reshape(*query.shape[:3], value.shape[3]), after, None
         if last_sink is None and sinks is not None and bool((sinks.position >= 0).all()):
@@ -449,16 +413,9 @@ class NearFarAttention:
         *,
         masked: bool,
     ) -> NearTokens:
-        """The last tokens and the sinks, as queries (B, G, R, D) see them.
+        """Return the last tokens and the sinks, as queries (B, G, R, D) see them.
 
-        Args:
-            call: for its scale and its bias.
-            far: or None.
-            rows: the queries.
-            tokens: the last ones.
-            sinks: or None.
-            ago: (B, s), tokens since each sink; None where all are beyond the window.
-            masked: whether some of the tokens may be hidden.
+        Tokens since each sink are ``ago``, (B, s), or None where all are beyond the window.
         """
         scaled, count, heads = rows * self.scale_of(call.scale), tokens[2].shape[1], rows.shape[1:3]
         bias = () if call.bias is None else self._bias(call.bias)
@@ -492,5 +449,5 @@ class NearFarAttention:
         return replace(state.fill(samples, values), near=None)
 
     def made_by(self, call: Call) -> MadeBy:
-        """What a stream that starts with this call depends on besides the settings."""
+        """Facts of a stream that starts with this call, besides the settings."""
         return (("bias", call.bias is not None), ("slope", call.bias is not None and call.bias.slope is not None))

@@ -96,14 +96,8 @@ def reference_attention(
     visible = visibility(query.shape[2], key.shape[2], is_causal=is_causal, key_mask=key_mask, device=query.device)
     near = scores = None
     if isinstance(core, KernelCore | LocalCore) and core.near is not None:
-        near = near_keys(
-            query.shape[2],
-            key.shape[2],
-            window=core.window or 0,
-            sinks=core.sinks,
-            key_mask=key_mask,
-            device=query.device,
-        )
+        sizes = {"window": core.window or 0, "sinks": core.sinks}
+        near = near_keys(query.shape[2], key.shape[2], **sizes, key_mask=key_mask, device=query.device)
         scores = core.near.scale_of(scale) * query @ key.transpose(-1, -2) + (0.0 if bias is None else bias)
         near, visible = visible & near, visible & ~near
         if isinstance(core, LocalCore):
@@ -122,15 +116,16 @@ def reference_attention(
     if gate is not None:
         factor = _left_of(gate, query.shape[2], key_mask)
     feature_map, normalize = core.feature_map, core.normalize
-    qkv, masks = (query, key, value), (key_mask, query_mask)
+    masks, clips = (key_mask, query_mask), isinstance(feature_map, WildcatMap)
     if near is not None and scores is not None:
-        out = _near_far(core, qkv, scores, (near, visible), masks, bias, scale)
-        return _clip(out, value, key_mask) if isinstance(feature_map, WildcatMap) else out
-    if isinstance(feature_map, WildcatMap):
+        out = _near_far(core, (query, key, value), scores, (near, visible), masks, bias, scale)
+        return _clip(out, value, key_mask) if clips else out
+    if isinstance(feature_map, NystromMap | WildcatMap):
+        if feature_map.aligns:
+            query, key = aligned(query, key, *masks)
         weights, bound = _landmark_weights(feature_map, query, key, masks, visible, factor)
-        return _clip(weighted_attention(weights, value, visible, normalize, bound), value, key_mask)
-    if isinstance(feature_map, NystromMap):
-        return _nystrom(feature_map, qkv, visible, masks, factor, normalize)
+        out = weighted_attention(weights, value, visible, normalize, bound)
+        return _clip(out, value, key_mask) if clips else out
     logs = log_phi(feature_map, query, "query", scale), log_phi(feature_map, key, "key", scale)
     if logs[0] is not None and logs[1] is not None:
         return positive_attention(logs[0], logs[1], value, visible, normalize, bias)
@@ -169,25 +164,6 @@ def _near_far(
     return near_far_attention(scores, value, near, far, phi_q @ phi_k.transpose(-1, -2) * extra.exp(), guard)
 
 
-def _nystrom(
-    feature_map: NystromMap,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    visible: Tensor,
-    masks: tuple[Tensor | None, Tensor | None],
-    factor: Tensor | None,
-    normalize: bool,
-) -> Tensor:
-    """Skyformer: the Gaussian kernel through landmarks, or the softmax kernel as ``exp(|x|^2/2) kappa exp(|y|^2/2)``.
-
-    The guard takes sqrt(gamma) for the length of the Gaussian part: less is not resolved.
-    """
-    query, key, value = qkv
-    if feature_map.options["align"]:
-        query, key = aligned(query, key, *masks)
-    weights, bound = _landmark_weights(feature_map, query, key, masks, visible, factor)
-    return weighted_attention(weights, value, visible, normalize, bound)
-
-
 def _landmark_weights(
     feature_map: NystromMap | WildcatMap,
     query: Tensor,
@@ -196,7 +172,11 @@ def _landmark_weights(
     visible: Tensor,
     factor: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute weights (*, L, S), and the lower bound of the denominator, (*, L, 1), or None."""
+    """Compute weights (*, L, S), and the lower bound of the denominator, (*, L, 1), or None.
+
+    Skyformer: the Gaussian kernel through landmarks, or the softmax kernel as ``exp(|x|^2/2) kappa exp(|y|^2/2)``. The
+    guard takes sqrt(gamma) for the length of the Gaussian part: less is not resolved.
+    """
     if isinstance(feature_map, WildcatMap):
         weights = wildcat_kernel(feature_map, query, key, *masks)
         return weights if factor is None else weights * factor, None
@@ -553,7 +533,7 @@ def _residuals(x: Tensor, tokens: Sequence[int], chosen: list[int]) -> dict[int,
         return dict.fromkeys(tokens, 1.0)
     Z, rest = x[chosen], x[list(tokens)]
     cross = gaussian(rest, Z)
-    left = 1 - (cross @ torch.linalg.inv(gaussian(Z, Z)) * cross).sum(1)
+    left = 1 - (cross @ ridge_inverse(Z, 0) * cross).sum(1)
     return {i: 0.0 if i in chosen else max(0.0, float(y)) for i, y in zip(tokens, left, strict=True)}
 
 
@@ -568,6 +548,12 @@ def splitmix(x: int) -> int:
 def gaussian(x: Tensor, y: Tensor) -> Tensor:
     """``exp(-|x_i - y_j|^2 / 2)`` by differences: (*, L, D), (*, S, D) -> (*, L, S)."""
     return torch.exp(-0.5 * (x.unsqueeze(-2) - y.unsqueeze(-3)).square().sum(-1))
+
+
+def ridge_inverse(x: Tensor, gamma: float) -> Tensor:
+    """``(kappa(x, x) + gamma I)^-1`` of points (n, D)."""
+    inverse: Tensor = torch.linalg.inv(gaussian(x, x) + gamma * torch.eye(len(x), dtype=x.dtype, device=x.device))
+    return inverse
 
 
 def nystrom_kernel(
@@ -585,8 +571,7 @@ def nystrom_kernel(
     rows = []
     for b, heads in enumerate(landmarks(feature_map, query, key, key_mask, query_mask)):
         for h, Z in enumerate(heads):
-            ridge = gaussian(Z, Z) + feature_map.gamma * _eye(Z)
-            rows.append(gaussian(query[b, h], Z) @ torch.linalg.inv(ridge) @ gaussian(Z, key[b, h]))
+            rows.append(gaussian(query[b, h], Z) @ ridge_inverse(Z, feature_map.gamma) @ gaussian(Z, key[b, h]))
     return torch.stack(rows).view(*query.shape[:2], query.shape[2], key.shape[2])
 
 
@@ -636,7 +621,7 @@ def _waiting_times(
     these tokens themselves are there already, and wait for 0.
     """
     Z = _smallest(tokens, hashes, kept)
-    inverse = torch.linalg.inv(gaussian(Z, Z) + feature_map.gamma * _eye(Z))
+    inverse = ridge_inverse(Z, feature_map.gamma)
     times = []
     for x, numbers, salt, count in zip(tokens, hashes, feature_map.salt, kept, strict=True):
         kappa = gaussian(x, Z)
@@ -697,10 +682,6 @@ def aligned(query: Tensor, key: Tensor, key_mask: Tensor | None, query_mask: Ten
     return torch.stack(moved_q), torch.stack(moved_k)
 
 
-def _eye(x: Tensor) -> Tensor:
-    return torch.eye(len(x), dtype=x.dtype, device=x.device)
-
-
 def wildcat_kernel(
     feature_map: WildcatMap, query: Tensor, key: Tensor, key_mask: Tensor | None, query_mask: Tensor | None
 ) -> Tensor:
@@ -739,9 +720,8 @@ def _head(feature_map: WildcatMap, query: Tensor, key: Tensor, centre: Tensor, a
     salt = int(feature_map.salt) if feature_map.is_random else None
     count = min(feature_map.num_landmarks, len(key))
     Z = scaled[choose(scaled.detach(), tokens, count, salt, scaled.detach().square().sum(1))]
-    ridge = gaussian(Z, Z) + 1e-6 * torch.eye(len(Z), dtype=key.dtype, device=key.device)
     half_z, half_k = (0.5 * x.square().sum(-1) for x in (Z, scaled))
-    mixed = torch.linalg.inv(ridge) @ gaussian(Z, scaled) * torch.exp(half_k - half_z[:, None])
+    mixed = ridge_inverse(Z, 1e-6) @ gaussian(Z, scaled) * torch.exp(half_k - half_z[:, None])
     away = (query / tau) @ centre
     weights: Tensor = torch.exp(query @ Z.T + away.unsqueeze(-1)) @ mixed
     return weights
