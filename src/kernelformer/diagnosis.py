@@ -183,20 +183,15 @@ def self_check() -> dict[str, Any]:
     import torch
 
     import kernelformer as kf
-    from kernelformer.attention.reference import positive_attention, visibility
+    from kernelformer.modules.reference import reference_attention
 
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 2, 67, 8, generator=generator) for _ in range(3))
     core = kf.build_attention("favor+", head_dim=8, num_heads=2, num_features=16, seed=0)
-    # log phi_i(x) = w_i . x - |x|^2 / 2 at sqrt(scale) x, up to a constant that cancels (Performer, Eq. 7)
-    tokens = [core.scale**0.5 * x for x in (query, key)]
-    omega = core.get_buffer("feature_map.omega")
-    logs = [x @ omega.mT - 0.5 * x.square().sum(-1, keepdim=True) for x in tokens]
     errors = {}
     with torch.no_grad():
         for name, causal in (("bidirectional", False), ("causal", True)):
-            visible = visibility(query.shape[2], key.shape[2], is_causal=causal, key_mask=None)
-            truth = positive_attention(logs[0], logs[1], value, visible)
+            truth = reference_attention(core, query, key, value, is_causal=causal)
             errors[name] = _distance(core(query, key, value, is_causal=causal), truth)
         state, rows = None, []
         for i in range(query.shape[2]):

@@ -35,7 +35,7 @@ from kernelformer.modules import (
     method_options,
     parse_method,
 )
-from kernelformer_lab.analysis.definitions import reference_attention
+from kernelformer.modules.reference import reference_attention
 from kernelformer_lab.bench.case import SMALL, Attention, Case, Contender
 from kernelformer_lab.bench.harness import too_large
 
@@ -121,7 +121,7 @@ class Kernelformer(Contender):
         return call
 
     def definition(self, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """By `analysis.definitions`, with the core's own draw."""
+        """By `modules.reference`, with the core's own draw."""
         bias = None if case.bias is None else case.bias_matrix(q.shape[2])
         return reference_attention(copy.deepcopy(self.core).cpu().double(), q, k, v, is_causal=case.causal, bias=bias)
 
