@@ -2,8 +2,7 @@
 
 | a call | runs through |
 | --- | --- |
-| in an export, whatever else | `decomposed`: operations that every graph has |
-| on an accelerator, or by name | `plain`: operations of torch, few launches |
+| on an accelerator, in an export, or by name | `plain`: operations of torch, few launches |
 | short, normalized, of a positive map | `short`: the matrix of weights |
 | bidirectional, causal | `linear`, `causal` |
 | near tokens exactly | `near_far` |
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernelformer.attention import decomposed, linear
+from kernelformer.attention import linear
 from kernelformer.attention.blocks import Shapes
 from kernelformer.attention.causal import causal_attention
 from kernelformer.attention.near_far import near_far_attention
@@ -74,8 +73,8 @@ def takes_plain(
 ) -> bool:
     """Use `plain`: where it is asked for by name, and on an accelerator where it covers the call.
 
-    Never in an export, where `decomposed` stands for all algorithms, nor where there is nothing to compute: the loop
-    over no chunks does that.
+    Never in an export, which has no other way, nor where there is nothing to compute: the loop over no chunks does
+    that.
 
     Args:
         asked: the algorithm of the call, or None.
@@ -131,11 +130,7 @@ def attend(
         (B, H, L, E), and of a causal call the tensors of the state after it.
     """
     common: dict[str, Any] = {"spec": spec, "tensors": tensors, "scale": scale, "key_mask": key_mask}
-    if is_exporting():
-        if not is_causal:
-            return decomposed.linear(query, key, value, **common, normalize=normalize), None
-        return decomposed.causal(query, key, value, **common, normalize=normalize, state=state)
-    if takes_plain(algorithm, (query, key, value), lambda: None):
+    if is_exporting() or takes_plain(algorithm, (query, key, value), lambda: None):
         if not is_causal:
             return plain_linear_attention(query, key, value, **common, normalize=normalize), None
         more: dict[str, Any] = {"normalize": normalize, "state": state, "streams": streams, "decay": decay}
@@ -167,10 +162,8 @@ def attend_near_far(
         leading: for `plain`, the number of sinks that are known to be the first keys of the call and visible.
         streams: whether the sums after the last key are wanted.
     """
-    if plain:
+    if plain or (is_exporting() and not call.bias):  # graphs of one length, which a bias has, may have our operators
         return plain_near_far_attention(call, leading=leading, streams=streams)
-    if is_exporting() and not call.bias:  # a bias is for graphs of one length, which may have operators of ours
-        return decomposed.near_far(call)
     if has_operators(call) and not transforms_active():
         return near_far_attention(call)
     given = {name: getattr(call, name) for name in NAMES}

@@ -1,1 +1,1 @@
-"""Algorithms for accelerators: all chunks at once, by few large operators; the host reads no number."""
+"""Algorithms for accelerators and exported graphs: all chunks at once, by few large operators."""
