@@ -2,8 +2,7 @@
 
 | a call | runs through |
 | --- | --- |
-| in an export, whatever else | `decomposed`: operations that every graph has |
-| on an accelerator, or by name | `plain`: operations of torch, with few launches, or pair by pair under a bias |
+| on an accelerator, in an export, or by name | `plain`: operations of torch, or pair by pair under a bias |
 | short, normalized, of a positive map | `short`: the matrix of weights |
 | bidirectional, causal | `linear`, `causal` |
 | near tokens exactly | `near_far` |
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernelformer.attention import decomposed, linear
+from kernelformer.attention import linear
 from kernelformer.attention.blocks import Shapes
 from kernelformer.attention.causal import causal_attention
 from kernelformer.attention.near_far import near_far_attention
@@ -74,8 +73,8 @@ def check_algorithm(algorithm: str | None, method: str, takes_loops: bool) -> st
 def takes_plain(asked: str | None, inputs: tuple[Tensor, Tensor, Tensor]) -> bool:
     """Use `plain`: where it is asked for by name, and on an accelerator where no other algorithm is.
 
-    Never in an export, where `decomposed` stands for all algorithms, nor where there is nothing to compute: the loop
-    over no chunks does that.
+    Never in an export, which has no other way, nor where there is nothing to compute: the loop over no chunks does
+    that.
 
     Args:
         asked: the algorithm of the call, or None.
@@ -122,11 +121,7 @@ def attend(
         (B, H, L, E), and of a causal call the tensors of the state after it.
     """
     common: dict[str, Any] = {"spec": spec, "tensors": tensors, "scale": scale, "key_mask": key_mask}
-    if is_exporting():
-        if not is_causal:
-            return decomposed.linear(query, key, value, **common, normalize=normalize), None
-        return decomposed.causal(query, key, value, **common, normalize=normalize, state=state)
-    if takes_plain(algorithm, (query, key, value)):
+    if is_exporting() or takes_plain(algorithm, (query, key, value)):
         if not is_causal:
             return plain_linear_attention(query, key, value, **common, normalize=normalize), None
         more: dict[str, Any] = {"normalize": normalize, "state": state, "streams": streams, "decay": decay}
@@ -158,10 +153,9 @@ def attend_near_far(
         leading: for `plain`, the number of sinks that are known to be the first keys of the call and visible.
         streams: whether the sums after the last key are wanted.
     """
-    if plain and not call.dropout:
+    exports = is_exporting() and not call.bias  # graphs of one length, which a bias has, may have operators of ours
+    if exports or (plain and not call.dropout):
         return plain_near_far_attention(call, leading=leading, streams=streams)
-    if is_exporting() and not call.bias:  # a bias is for graphs of one length, which may have operators of ours
-        return decomposed.near_far(call)
     if has_operators(call) and not (plain or transforms_active()):
         return near_far_attention(call)
     given = {name: getattr(call, name) for name in NAMES}

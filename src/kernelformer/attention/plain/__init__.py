@@ -1,1 +1,1 @@
-"""Attention by operations of torch: all chunks at once, without waiting for a device, or pair by pair under a bias."""
+"""Attention by operations of torch: all chunks at once, or pair by pair under a bias."""

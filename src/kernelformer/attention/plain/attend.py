@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention.plain.layout import (
+    CHUNK,
     RowSums,
     causal_chunk,
     cut,
@@ -31,6 +32,7 @@ from kernelformer.attention.plain.layout import (
     recomputed,
     sample_blocks,
     spans,
+    whole_chunks,
 )
 from kernelformer.attention.plain.positive import PositiveMap
 from kernelformer.attention.plain.signed import SignedMap
@@ -226,9 +228,11 @@ def plain_causal_attention(
         ]  # fmt: skip
         return torch.cat([x for x, _ in parts]), [torch.cat(x) for x in zip(*(y for _, y in parts), strict=True)]
     phi, length = make_map(lookup(spec), tensors, scale, normalize), query.shape[2]
+    if torch.compiler.is_exporting():
+        (query, key, value), (key_mask,) = whole_chunks((query, key, value), [key_mask], CHUNK)
     numbers = numbers * query.shape[0]
     kept = None if state is None else phi.load([x.to(compute_dtype(query.dtype)) for x in state])
-    size, outs = causal_chunk(length), []
+    size, outs = causal_chunk(query.shape[2]), []
     segments = spans(query, numbers, size)
     decays = [None] * len(segments) if decay is None else cut(decay.unsqueeze(3), segments)
     pieces = zip(segments, *(cut(x, segments) for x in (query, key, value)), decays, strict=True)
@@ -237,7 +241,7 @@ def plain_causal_attention(
         out, kept = recomputed(partial(_causal, phi, size), q, k, v, hidden, log, kept, learned=tensors)
         outs.append(out)
     assert kept is not None
-    return join_segments(outs), phi.store(kept, key.shape[1]) if streams else []
+    return join_segments(outs).narrow(2, 0, length), phi.store(kept, key.shape[1]) if streams else []
 
 
 def _part(x: Tensor | None, block: slice) -> Tensor | None:

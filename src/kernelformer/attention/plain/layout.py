@@ -7,6 +7,8 @@ many samples, that one mapped tensor of it has at most `SEGMENT` numbers (on a C
 
 so that calls up to B H L M = SEGMENT are one segment, and larger ones bound their memory by it: they have
 B H L M / SEGMENT segments, rounded up in samples and in tokens.
+
+A graph of `torch.export` has no loop: it is one segment, whose length is a symbol (`whole_chunks`).
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ class RowSums(NamedTuple):
 def causal_chunk(length: int) -> int:
     """Tokens of a chunk: `CHUNK`, or for short sequences the next power of two, at least a `BLOCK`."""
     size = BLOCK
-    while size < min(length, CHUNK):
+    while size < CHUNK and size < length:
         size *= 2
     return size
 
@@ -72,12 +74,16 @@ def segment_numbers(device: torch.device) -> int:
 def spans(like: Tensor, row_numbers: int, multiple: int, axis: int = 2) -> list[tuple[int, int]]:
     """The start and end of every segment of a tensor's tokens, at least one; ``row_numbers`` is B H M."""
     length, most = like.shape[axis], segment_numbers(like.device)
+    if torch.compiler.is_exporting():
+        return [(0, length)]
     step = max(multiple, most // max(1, row_numbers) // multiple * multiple)
     return [(start, min(start + step, length)) for start in range(0, max(1, length), step)]
 
 
 def cut(x: Tensor, segments: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
     """The tokens (B, G, S, X) of consecutive segments, as far as there are any: one gradient for all of them."""
+    if torch.compiler.is_exporting():
+        return [x]
     ends = [0, *(min(end, x.shape[2]) for _, end in segments)]
     sizes = [b - a for a, b in pairwise(ends)]
     parts: Sequence[Tensor] = x.split([*sizes, x.shape[2] - ends[-1]], 2)
@@ -86,6 +92,8 @@ def cut(x: Tensor, segments: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
 
 def sample_blocks(like: Tensor, length: int, token_numbers: int) -> list[slice]:
     """Blocks of samples; ``token_numbers`` is H M."""
+    if torch.compiler.is_exporting():
+        return [slice(None)]
     step = max(1, segment_numbers(like.device) // max(1, token_numbers * min(length, SHORTEST)))
     return [slice(start, start + step) for start in range(0, like.shape[0], step)]
 
@@ -98,11 +106,33 @@ def of_samples(tensors: Sequence[Tensor], block: slice) -> list[Tensor]:
 def in_chunks(x: Tensor, size: int, fill: float = 0.0) -> Tensor:
     """(N, L, ...) -> (N, n, size, ...), the last chunk filled up; n is at least 1."""
     length = x.shape[1]
-    missing = max(1, -(-length // size)) * size - length
+    missing = -length % size if length else size
     if missing:
         x = F.pad(x, (*[0, 0] * (x.dim() - 2), 0, missing), value=fill)
     chunks: Tensor = x.unflatten(1, (-1, size))
     return chunks
+
+
+def whole_chunks(
+    tokens: Sequence[Tensor], masks: Sequence[Tensor | None], size: int, least: int = 1
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Pad tokens (B, H, L, D) and masks (B, L) of a graph by hidden tokens to whole chunks, ``least`` or more.
+
+    The number of chunks is read from a tensor, so that it is a symbol of its own in the graph. As a formula of the
+    length, which the solver of guards would have to reason about, it ends in a graph for one length.
+    """
+    batch, _, length, _ = tokens[0].shape
+    count: Any = torch.full((), (length + size - 1) // size, device=tokens[0].device).clamp_min(least).item()
+    torch._check(count >= least)
+    torch._check(length <= count * size)
+    missing, real = count * size - length, tokens[0].new_ones(batch, length, dtype=torch.bool)
+    whole = [F.pad(real if x is None else x, (0, missing)) for x in masks]
+    return [F.pad(x, (0, 0, 0, missing)) for x in tokens], whole
+
+
+def clamp(x: int, least: int, most: int) -> int:
+    """A number within bounds; a graph decides comparisons of sizes, but keeps their `min` and `max` as formulas."""
+    return least if x < least else most if x > most else x
 
 
 def hidden_keys(key_mask: Tensor | None, start: int, end: int) -> Tensor | None:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention.near_far_call import NearBias, NearFarCall, Sinks, near_blocks
-from kernelformer.attention.plain.layout import by_distance, in_chunks, with_ones
+from kernelformer.attention.plain.layout import by_distance, clamp, in_chunks, with_ones
 from kernelformer.attention.positive import EMPTY
 from kernelformer.contract import compute_dtype
 
@@ -203,8 +203,8 @@ class NearRows:
 
 def tokens_between(x: Tensor, low: int, high: int) -> Tensor:
     """Tokens low to high of (B, G, S, X), which may lie outside of the sequence: zeros there."""
-    first, last = (min(max(at, 0), x.shape[2]) for at in (low, high))
-    before = min(max(0, -low), high - low)
+    first, last = (clamp(at, 0, x.shape[2]) for at in (low, high))
+    before = clamp(-low, 0, high - low)
     after = high - low - before - (last - first)
     inside = x[:, :, first:last]
     return F.pad(inside, (0, 0, before, after)) if before or after else inside

@@ -27,13 +27,15 @@ from kernelformer.attention.plain.attend import Kept, Mapped, PlainMap, by_head,
 from kernelformer.attention.plain.layout import (
     RowSums,
     causal_chunk,
+    clamp,
     of_samples,
     recomputed,
     sample_blocks,
     spans,
+    whole_chunks,
     with_ones,
 )
-from kernelformer.attention.plain.near import NearRows, PlainRows, near_numbers
+from kernelformer.attention.plain.near import NearRows, PlainRows, near_block, near_numbers
 from kernelformer.attention.plain.positive import LEAST, KeySums, PositiveMap
 from kernelformer.attention.plain.signed import SignedMap, own_scale
 from kernelformer.attention.positive import EMPTY
@@ -81,24 +83,28 @@ def plain_near_far_attention(
     if len(blocks) > 1:
         parts = [plain_near_far_attention(_samples(call, b), leading=leading, streams=streams) for b in blocks]
         return torch.cat([x for x, _ in parts]), [torch.cat(x) for x in zip(*(y for _, y in parts), strict=True)]
+    if torch.compiler.is_exporting():
+        call = _whole_blocks(call)
     phi = None
     if call.spec:
         phi = make_map(lookup(call.spec), call.tensors, call.far_scale, True, parts=True, fades=len(call.bias) > 2)
-    run = _Run(call, phi, causal_chunk(length), leading)
+    run = _Run(call, phi, causal_chunk(call.query.shape[2]), leading)
     segments, learned = spans(call.query, batch * numbers, run.size), _tensors(call)
     if len(segments) == 1 and run.is_whole:
         out, kept = recomputed(partial(_attend_whole, run), learned=learned)
-        return out, _stored(run, kept) if streams else []
-    rights: dict[tuple[int, int], RowSums] = {}
+        return out.narrow(2, 0, length), _stored(run, kept) if streams else []
+    rights: list[RowSums] = []
     kept = phi.load(call.right_state) if phi is not None and call.right_state else None
     for segment in reversed(segments) if phi is not None and not call.is_causal else ():
-        rights[segment], kept = recomputed(partial(_side, run, segment, True), kept, learned=learned)
+        right, kept = recomputed(partial(_side, run, segment, True), kept, learned=learned)
+        rights.append(right)
     kept = phi.load(call.state) if phi is not None and call.state else None
     outs = []
     for segment in segments:
-        out, kept = recomputed(partial(_attend, run, segment), rights.get(segment), kept, learned=learned)
+        right_rows = rights.pop() if rights else None
+        out, kept = recomputed(partial(_attend, run, segment), right_rows, kept, learned=learned)
         outs.append(out)
-    return join_segments(outs), _stored(run, kept) if streams else []
+    return join_segments(outs).narrow(2, 0, length), _stored(run, kept) if streams else []
 
 
 def plain_outputs(keep: bool, **inputs: Any) -> tuple[Tensor, list[Tensor]] | None:
@@ -110,6 +116,17 @@ def plain_outputs(keep: bool, **inputs: Any) -> tuple[Tensor, list[Tensor]] | No
 def _stored(run: _Run, kept: Kept | None) -> list[Tensor]:
     """The tensors of a state, none where there is no far part."""
     return [] if run.phi is None or kept is None else run.phi.store(kept, run.call.key.shape[1])
+
+
+def _whole_blocks(call: NearFarCall) -> NearFarCall:
+    """The call with hidden tokens after the last one, up to whole blocks and more than a window."""
+    size, masks = near_block(call.window), (call.key_mask, call.far_mask)
+    (query, key, value), (key_mask, far_mask) = whole_chunks(
+        (call.query, call.key, call.value), masks, size, call.window // size + 1
+    )
+    if call.is_causal:  # the state has no keys of the last window
+        far_mask = far_mask & (torch.arange(key.shape[2], device=key.device) < call.key.shape[2] - call.window)
+    return replace(call, query=query, key=key, value=value, key_mask=key_mask, far_mask=far_mask)
 
 
 def _samples(call: NearFarCall, block: slice) -> NearFarCall:
@@ -199,11 +216,11 @@ def _both_sides(run: _Run, phi: PositiveMap, value: Tensor, hidden: Tensor | Non
     """
     call, slope = run.call, _slope(run.call)
     logs = phi.joint(call.query, call.key if hidden is None else call.key.masked_fill(hidden, 0))  # (N, R + 1, L, M)
-    rows, length = len(logs), logs.shape[2]
+    rows, length = logs.shape[0], logs.shape[2]
     if not call.is_causal:
         logs, value = torch.cat([logs, logs.flip(2)]), torch.cat([value, value.flip(1)])
         slope = None if slope is None else torch.cat([slope, slope])
-    away = min(call.window, length)
+    away = clamp(call.window, 0, length)
     keys = logs[:, -1, : length - away]
     if hidden is not None:
         gone = hidden.expand(-1, call.key.shape[1], -1, -1).flatten(0, 1)
@@ -275,17 +292,17 @@ def _keys(run: _Run, low: int, high: int) -> Mapped:
     """Mapped far keys low to high and their values, (N, n, ...): nothing where there are none, and for sinks."""
     call, phi = run.call, run.phi
     assert phi is not None
-    first = min(max(low, run.leading), call.key.shape[2])
-    last = max(first, min(high, call.key.shape[2]))
+    first = clamp(max(low, run.leading), 0, call.key.shape[2])
+    last = clamp(high, first, call.key.shape[2])
     hidden = None if call.far_mask is None else ~call.far_mask[:, None, first:last, None]
-    before = min(max(first - low, 0), high - low)
+    before = clamp(first - low, 0, high - low)
     keys = phi.keys(call.key[:, :, first:last], call.value[:, :, first:last], hidden)
     return phi.padded(keys, before, high - low - before - (last - first))
 
 
 def _beyond(run: _Run, low: int, high: int, kept: Kept | None, mirror: bool) -> Kept | None:
     """Sums with the keys low to high, if there are any, relative to the nearest query."""
-    low, high = max(low, 0), min(high, run.call.key.shape[2])
+    low, high = clamp(low, 0, run.call.key.shape[2]), clamp(high, 0, run.call.key.shape[2])
     if low >= high or run.phi is None:
         return kept
     keys, slope = _keys(run, low, high), _slope(run.call)

@@ -1,4 +1,9 @@
-"""Rows of queries under a positive map that see the keys up to their own, all chunks at once; see `positive`."""
+"""Rows of queries under a positive map that see the keys up to their own, all chunks at once; see `positive`.
+
+A graph of `torch.export` has no running maxima, which ONNX lacks, and any number of chunks. Its sums over chunks are
+one cumulative sum in float64, and so are the weights of the pairs of a chunk: a key whose features are smaller than
+those of a later one by up to e^1000 is exact, and beyond that it counts as nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ from torch import Tensor
 
 from kernelformer.attention.plain.layout import BLOCK, RowSums, in_chunks, with_ones
 from kernelformer.attention.positive import EMPTY
-from kernelformer.contract import PositiveSpec, compute_dtype
+from kernelformer.contract import PositiveSpec, compute_dtype, wide_dtype
 
 GROUP = 160  # chunks that are summed up by one product at most: a triangle costs n r numbers a feature
 
@@ -25,6 +30,19 @@ def group_size(count: int) -> int:
     while group**levels < count:
         group += 1
     return group
+
+
+HEADROOM = 300.0  # factors of up to e^300, products of two up to e^600: float64 reaches from e^-708 to e^709
+
+
+def largest_so_far(x: Tensor, dim: int) -> Tensor:
+    """The largest number up to each chunk; in a graph the logarithm of the sum of their exponentials up to it."""
+    if not torch.compiler.is_exporting():
+        return x.cummax(dim).values
+    wide = x.to(wide_dtype(x))
+    top = wide.amax(dim, keepdim=True) - HEADROOM
+    sums = (wide - top).exp().cumsum(dim)  # 0 beyond its range: there the largest of the chunk alone
+    return torch.maximum(sums.log() + top, wide.clamp_min(EMPTY)).to(x.dtype)
 
 
 def later_than(size: int, like: Tensor) -> Tensor:
@@ -47,6 +65,8 @@ def states_before(sums: Tensor, edges: Tensor, later: Tensor, fade: Tensor | Non
     Cost: O(n r M W) time for r = n^(1/levels), at most `GROUP`.
     """
     rows, count, features, width = sums.shape
+    if torch.compiler.is_exporting():
+        return _cumulative(sums, edges)
     group = group_size(count)
     if group == count:
         all_of_them = _triangle(sums, edges.mT, later, fade)  # (N, M, n + 1, W)
@@ -71,6 +91,15 @@ def states_before(sums: Tensor, edges: Tensor, later: Tensor, fade: Tensor | Non
     states = inside[:, :, :, :-1]
     states.addcmul_(gaps.exp_().to(states.dtype).unsqueeze(-1), before.unsqueeze(3))
     return states.transpose(2, 3).flatten(1, 2)[:, :count], whole
+
+
+def _cumulative(sums: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
+    """`states_before` for graphs, by one cumulative sum in float64 at one scale."""
+    edges = edges.to(wide_dtype(edges)).unsqueeze(3)  # (N, n + 1, M or 1, 1)
+    size = (edges - (edges.amax(1, keepdim=True) - HEADROOM)).exp()
+    totals = F.pad((sums * size[:, 1:]).cumsum(1), (0, 0, 0, 0, 1, 0))
+    states = (totals / torch.where(size > 0, size, 1.0)).to(sums.dtype)
+    return states[:, :-1], states[:, -1]
 
 
 def _triangle(sums: Tensor, tops: Tensor, later: Tensor, fade: Tensor | None) -> Tensor:
@@ -133,21 +162,39 @@ class CausalRows:
             self.queries, self.keys = self.queries - line.unsqueeze(3), self.keys + line
         self.top, self.edges = self._tops()
         self.scale = (self.queries.detach() + self.top.unsqueeze(3)).amax(4)  # about EMPTY where no key is seen
+        if torch.compiler.is_exporting():
+            self.pairs, self.unit = self._wide_pairs()
+            log = (self.pairs.detach().sum(3).log() + self.unit.squeeze(3)).to(self.scale.dtype)
+            self.scale = torch.maximum(self.scale, log.view_as(self.scale))
 
     def _tops(self) -> tuple[Tensor, Tensor]:
         """The largest log feature up to each key, (N, n, C, M), and up to each edge of a chunk, (N, n + 1, M)."""
-        inside = self.keys.detach().cummax(2).values
+        keys, in_graph = self.keys.detach(), torch.compiler.is_exporting()
+        inside = keys.amax(2, keepdim=True) if in_graph else keys.cummax(2).values
         if self.before is None:
             first = inside.new_full((inside.shape[0], 1, inside.shape[3]), EMPTY)
         else:
             first = self.before.top.unsqueeze(1)
         edges = torch.cat([first.mT, inside[:, :, -1].mT], 2)  # chunks last in memory, as the scan wants them
         if self.fade is None:
-            edges = edges.cummax(2).values.mT
+            edges = largest_so_far(edges, 2).mT
         else:  # as if all counted from the start of the first chunk, and back
             steps = self.fade * torch.arange(self.chunks + 1, device=edges.device)
             edges = ((edges + (steps - self.fade).clamp_min_(0)).cummax(2).values - steps).mT
-        return torch.maximum(inside, edges[:, :-1].unsqueeze(2)), edges
+        before = edges[:, :-1].unsqueeze(2)
+        return before if in_graph else torch.maximum(inside, before), edges
+
+    def _wide_pairs(self) -> tuple[Tensor, Tensor]:
+        """Weights of a chunk's queries and keys in float64, (N, n, C R, C), and the log of their unit, (N, n, C R, 1).
+
+        For graphs: the largest of a chunk takes the place of the largest so far.
+        """
+        peak = self.keys.detach().amax(2, keepdim=True).clamp_min(EMPTY).to(wide_dtype(self.keys))
+        rows = self.queries.flatten(2, 3) + peak
+        unit = rows.detach().amax(3, keepdim=True)
+        pairs = (rows - (unit - HEADROOM)).exp() @ (self.keys - (peak - HEADROOM)).exp().mT
+        seen = (self.later[: self.size, : self.size] == 0).unsqueeze(1)
+        return (pairs.unflatten(2, (self.size, -1)) * seen).flatten(2, 3), unit - 2 * HEADROOM
 
     @property
     def log(self) -> Tensor:
@@ -192,6 +239,9 @@ class CausalRows:
 
     def inside(self, out: Tensor, queries: Tensor, weigh: Weigh | None = None) -> Tensor:
         """``out``, which is changed, with what queries get from the keys of their own chunk up to theirs."""
+        if torch.compiler.is_exporting():
+            share = (self.unit - self.scale.flatten(2, 3).unsqueeze(3)).clamp_max(700.0).exp()  # finite for no keys
+            return out + (self.pairs * share).to(out.dtype) @ self.value
         if self.size > BLOCK:
             self._add_blocks(out, queries, weigh)
         return self._add_tokens(out, queries, weigh)
@@ -305,13 +355,15 @@ class PositiveMap:
         """To log_mass and mean."""
         mass = kept.sums[..., -1:].clamp_min(LEAST)
         log_mass, mean = kept.top.unsqueeze(2) + mass.log(), kept.sums[..., :-1] / mass
+        if torch.compiler.is_exporting():  # as after a step
+            log_mass = log_mass.to(wide_dtype(log_mass))
         return [x.unflatten(0, (-1, groups)) for x in (log_mass, mean)]
 
     @staticmethod
     def absorb(keys: tuple[Tensor, Tensor], before: KeySums | None) -> KeySums:
         """Sums of all keys, and of those before them."""
         logs, value = keys
-        size = min(KEYS, max(1, logs.shape[1]))
+        size = logs.shape[1] if torch.compiler.is_exporting() else min(KEYS, max(1, logs.shape[1]))
         logs, value = in_chunks(logs, size, -torch.inf), in_chunks(value, size)
         top = logs.detach().amax((1, 2))
         top = top.clamp_min(EMPTY) if before is None else torch.maximum(top, before.top)

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention.plain.layout import RowSums, in_chunks, with_ones
-from kernelformer.attention.plain.positive import GROUP, later_than, states_before
+from kernelformer.attention.plain.positive import GROUP, largest_so_far, later_than, states_before
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.reference import GUARD
 from kernelformer.contract import SignedSpec, compute_dtype, wide_dtype
@@ -224,9 +224,10 @@ class SignedMap:
             if decay is not None:
                 past = in_chunks(decay, size).cumsum(2)
                 factor = factor - past
-            top, edges, starts = _tops(factor.detach(), first_top, None if past is None else past[:, :, -1])
+            over_chunk, later_keys = None if past is None else past[:, :, -1], later[:size, :size]
+            top, edges, starts = _tops(factor.detach(), first_top, over_chunk, later_keys)
             share, last = (edges[:, :-1].unsqueeze(2) - top).exp(), edges[:, -1]
-            visible = (factor.mT - top).sub_(later[:size, :size]).exp()
+            visible = (factor.mT - top).sub_(later_keys).exp()
             ends = edges[:, 1:] if past is None else edges[:, 1:] - past[:, :, -1]
             sums = chunked.sums((factor - ends.unsqueeze(2)).exp())
             if before is not None:  # one more chunk, before the first
@@ -257,23 +258,24 @@ class SignedMap:
         return num / torch.where(den > torch.finfo(den.dtype).tiny, den, torch.inf)
 
 
-def _tops(factor: Tensor, first: Tensor, past: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _tops(factor: Tensor, first: Tensor, past: Tensor | None, later: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The largest log factor up to each key (N, n, C, 1), and up to each edge of a chunk (N, n + 1, 1) in two ways.
 
     Args:
         factor: (N, n, C, 1), counted from the start of a chunk.
         first: (N, 1), the largest before the first chunk.
         past: (N, n, 1), the log decay over each chunk; None: none.
+        later: `later_than` of C.
 
     Returns:
         the largest up to each key; up to each edge, counted from there; and counted from the first edge.
     """
-    inside = factor.cummax(2).values
+    inside = (factor.mT - later).amax(3, keepdim=True)
     if past is None:
-        edges = torch.cat([first.unsqueeze(1), inside[:, :, -1]], 1).cummax(1).values
+        edges = largest_so_far(torch.cat([first.unsqueeze(1), inside[:, :, -1]], 1), 1)
         return torch.maximum(inside, edges[:, :-1].unsqueeze(2)), edges, edges
     sums = F.pad(past.detach().to(wide_dtype(past)).cumsum(1), (0, 0, 1, 0))  # (N, n + 1, 1)
-    starts = torch.cat([first.unsqueeze(1).to(sums.dtype), inside[:, :, -1] - sums[:, :-1]], 1).cummax(1).values
+    starts = largest_so_far(torch.cat([first.unsqueeze(1).to(sums.dtype), inside[:, :, -1] - sums[:, :-1]], 1), 1)
     edges = (starts + sums).to(factor.dtype)
     sums = F.pad(past.to(sums.dtype).cumsum(1), (0, 0, 1, 0))  # which the sums of chunks have their gradients from
     return torch.maximum(inside, edges[:, :-1].unsqueeze(2)), edges, edges.to(sums.dtype) - sums
