@@ -1,4 +1,4 @@
-"""How the fast algorithms cut (B, H, L, D) into pieces that fit the caches, and put results back.
+"""Pieces of (B, H, L, D) that fit the caches, and their way back.
 
 A block is a few samples with all of their heads; a chunk is a stretch of the sequence. Rows N of a block are
 (sample, key head), times the number of chunks where several are worked on at once; the queries of one key head's group
@@ -49,11 +49,11 @@ class Shapes:
         return Shapes(B, H, key.shape[1], L, key.shape[2], D, value.shape[3], features)
 
     def samples(self) -> int:
-        """How many samples go into one block."""
+        """The number of samples of a block."""
         return max(1, min(self.B, BUFFER // (self.M * self.H * max(self.L, self.S, 1))))
 
     def chunk(self, samples: int, heads: int) -> int:
-        """How many tokens of so many samples and heads fill a buffer."""
+        """The number of tokens of so many samples and heads that fill a buffer."""
         return max(32, BUFFER // (self.M * samples * heads))
 
     def causal(self, samples: int) -> tuple[int, int]:
@@ -62,7 +62,7 @@ class Shapes:
         return rows, max(1, min(-(-max(self.L, self.S) // rows), self.chunk(samples, self.H) // rows))
 
     def groups(self, samples: int) -> int:
-        """How many such groups of chunks the causal algorithm takes."""
+        """The number of groups of chunks of the causal algorithm."""
         rows, together = self.causal(samples)
         return -(-min(self.L, self.S) // (rows * together))
 
@@ -142,7 +142,7 @@ def put_chunks(target: Tensor, rows: Tensor, chunks: int, size: int) -> None:
 def hidden_rows(
     key_mask: Tensor | None, block: slice, span: slice, heads: int, chunks: int, size: int
 ) -> Tensor | None:
-    """Which keys of a piece must not count, (b G chunks, size) bool: masked ones and those beyond the end, or None."""
+    """Mask of a piece's hidden keys, (b G chunks, size) bool: masked ones and those beyond the end, or None."""
     if key_mask is None:
         return None
     hidden = ~key_mask[block, span]

@@ -184,7 +184,7 @@ def read_sums(query: Tensor, state: Sequence[Tensor], **how: Any) -> Tensor:
 
 
 def faster_by_fft(features: int, width: int, layout: Layout, is_causal: bool) -> bool:
-    """Whether transforms would take less time than tiles: M (E + 1) n against L S (M + E), each with its constant."""
+    """True if transforms take less time than tiles: M (E + 1) n against L S (M + E), each with its constant."""
     n = layout.L + layout.S
     tiles = layout.L * layout.S * (features + width) * (0.5 if is_causal else 1.0)
     return TRANSFORM * features * (width + 1) * n * (4 if layout.rows else 1) < tiles

@@ -55,7 +55,7 @@ class _Tiles:
         return w
 
     def visible(self, q_end: int, keys: int) -> int:
-        """How many keys matter to queries before ``q_end``."""
+        """The number of keys that queries before ``q_end`` see."""
         return min(keys, q_end) if self.is_causal else keys
 
 

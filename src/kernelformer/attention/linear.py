@@ -56,7 +56,7 @@ class KeyPass:
     work: Workspace
 
     def _chunks(self) -> Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]:
-        """Where a chunk is, its keys (N, C, D) and values (N, C, E), and which are hidden (N, C)."""
+        """The place of each chunk, its keys (N, C, D) and values (N, C, E), and a mask of the hidden ones (N, C)."""
         s, count = self.s, self.block.stop - self.block.start
         for start, end in spans(s.S, s.chunk(count, s.G)):
             at = slice(start, end)

@@ -55,7 +55,7 @@ class NearBias(NamedTuple):
 
 
 def near_blocks(window: int, size: int, is_causal: bool) -> tuple[int, int]:
-    """How many blocks of ``size`` keys a chunk of queries reaches into on its left and on its right."""
+    """Numbers of blocks of ``size`` keys that a chunk of queries reaches on its left and on its right."""
     left = -(-max(0, window - 1) // size)
     return left, 0 if is_causal else left
 

@@ -92,7 +92,7 @@ class Place(NamedTuple):
     visible: bool
 
     def mapped(self) -> list[Tensor]:
-        """What the map has made of the tokens' keys."""
+        """The mapped keys of the tokens."""
         return self.buffers.mapped(self.last - self.tokens[2].shape[1], self.last)
 
 
@@ -157,7 +157,7 @@ def push(
 
 
 def _is_plain(tensors: Sequence[Tensor]) -> bool:
-    """Whether these are tensors that can be written into one another: with data, not wrapped or part of a graph."""
+    """True if the tensors can be written into one another: with data, not wrapped or part of a graph."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     return all(type(x) is Tensor and not x.is_meta for x in tensors)

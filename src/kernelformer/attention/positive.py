@@ -36,7 +36,7 @@ EMPTY = -1e30  # log mass of no keys: vanishes against any real one, and differe
 
 
 def sees_some(before: Tensor, hidden: Tensor | None, size: int, queries: int) -> Tensor:
-    """Which query rows (N c, R C) see any key at all."""
+    """Mask of the query rows (N c, R C) that see a key."""
     earlier = before.amax(1) > EMPTY / 2
     if hidden is None:
         return torch.ones_like(earlier)
@@ -324,7 +324,7 @@ class PositiveSums:
     def _rescues(
         self, t: _Group, state: Tensors, inputs: CausalChunks, lost: Tensor
     ) -> Iterator[tuple[int, Tensor, Rescue]]:
-        """Those of the lost rows that see a key, some queries of one head at a time."""
+        """Rescues of the lost rows that see a key, some queries of one head at a time."""
         xq, xk, _, hidden, _ = inputs
         for row, index in rescued_rows(lost & sees_some(t.before, hidden, xk.shape[1], xq.shape[1]), xk.shape[1]):
             yield row, index, self._rescue(t, state, row, index, xq, xk, hidden)
@@ -421,7 +421,7 @@ def _later(
     rescues: list[tuple[int, Tensor, Rescue, RescueGrads]],
     take: Callable[..., Tensor],
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """What queries after a chunk ask of its keys, (N c, M, E) and (N c, M, 1), and what the group asks of the state.
+    """Gradients of each chunk's sums by later queries, (N c, M, E) and (N c, M, 1), and of the state before the group.
 
     Each in units of the mixture at that point: going back over a chunk multiplies by its decay.
     """

@@ -16,7 +16,7 @@ PAIRS = 1 << 24  # numbers that are made at once for sums over features in log s
 def visibility(
     num_queries: int, num_keys: int, *, is_causal: bool, key_mask: Tensor | None, device: torch.device | None = None
 ) -> Tensor:
-    """Which key each query may see, (L, S) or (B, 1, L, S) bool: ``j <= i`` if causal, and no padding."""
+    """Mask (L, S) or (B, 1, L, S) of the keys that a query may see: ``j <= i`` if causal, and no padding."""
     visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
     if is_causal:
         visible = visible.tril()
@@ -32,7 +32,7 @@ def near_keys(
     key_mask: Tensor | None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Which keys are near a query, (L, S) or (B, 1, L, S) bool: ``|i - j| < window``, and the first visible tokens."""
+    """Mask (L, S) or (B, 1, L, S) of the keys near a query: ``|i - j| < window``, and the first visible tokens."""
     i, j = torch.arange(num_queries, device=device), torch.arange(num_keys, device=device)
     near = (i.unsqueeze(1) - j).abs() < window
     if key_mask is None:

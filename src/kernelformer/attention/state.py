@@ -1,4 +1,4 @@
-"""What a stream keeps: the state of its keys and values, and a map's tensors between its calls."""
+"""The state of a stream, and a map's tensors between its calls."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def mark(x: Tensor) -> tuple[int, int]:
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """What an attention core keeps of the keys and values so far.
+    """State of an attention core after the keys and values so far.
 
     Immutable: a step returns a new state, so an old one can be stepped from again. Picklable, and small: M (E + 1)
     numbers per key head.

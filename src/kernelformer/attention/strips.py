@@ -124,7 +124,7 @@ class Strips:
         return found
 
     def _band(self) -> Tensor:
-        """What is added to the scores of every block, (1 or G, R C, near): 0 or the bias, EMPTY outside the window."""
+        """Summand of every block's scores, (1 or G, R C, near): 0 or the bias, EMPTY outside the window."""
         call, s, width = self.call, self.s, self.near - self.count
         distance = self.distance[:, :width]
         inside = distance.abs() < call.window
@@ -188,7 +188,7 @@ class Strips:
         target.add_(whole) if add else target.copy_(whole)
 
     def hidden(self, mask: Tensor | None, block: slice, first: int) -> Tensor | None:
-        """Which keys of a group do not count, (k, b, C) bool; None where all do, as in most groups under most masks."""
+        """Mask of a group's hidden keys, (k, b, C) bool; None where there are none, as in most groups."""
         low, high, before, after = self._inside(first, self.total, self.s.S)
         whole = before == after == 0
         if mask is None and whole:
@@ -283,7 +283,7 @@ class Lost(NamedTuple):
 
 
 class RowGrads(NamedTuple):
-    """What the backward pass has of the queries of a group.
+    """Gradients and outputs of a group's queries.
 
     Args:
         grad: (c N, R C, E), of the outputs.
@@ -299,7 +299,7 @@ class RowGrads(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What the forward pass returns.
+    """Results of the forward pass.
 
     Args:
         out: (B, H, L, E).
@@ -525,7 +525,7 @@ class Pass:
                 blocks[at : at + st.together] += rows[:, :, first : first + st.size]
 
     def _sink_bias(self, start: int) -> Tensor:
-        """What is added to the scores of sinks, (c, b, G or 1, R or 1, C, s): EMPTY in the window and where hidden."""
+        """Summand of the scores of sinks, (c, b, G or 1, R or 1, C, s): EMPTY in the window and where hidden."""
         st, sinks, bias, s = self.st, self.st.sinks, self.st.bias, self.s
         assert sinks is not None
         length = st.together * st.size
@@ -674,7 +674,7 @@ class Pass:
             yield row, index, self._rescue(t, group, row, index)
 
     def _sees_far(self, t: Mixture, group: Group) -> Tensor:
-        """Which rows see any far key, (c N, R C) bool."""
+        """Mask of the rows that see a far key, (c N, R C) bool."""
         st, c = self.st, self.st.together
         logs = [x.log[1:] if side else x.log[:-1] for side, x in enumerate(t.ladders)]
         earlier = torch.stack(logs).amax((0, 3)) > EMPTY / 2  # (c, N, 1)

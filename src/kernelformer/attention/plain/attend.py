@@ -70,10 +70,10 @@ class PlainMap(Protocol):
         """Sums of keys and of those before them."""
 
     def read(self, queries: Mapped, kept: Kept) -> RowSums:
-        """What queries get from all keys of the sums."""
+        """Read of all keys of the sums."""
 
     def causal(self, queries: Mapped, keys: Mapped, before: Kept | None, size: int) -> tuple[RowSums, Kept]:
-        """What queries get from as many keys up to their own and from earlier sums, in chunks of ``size``."""
+        """Read of as many keys up to each query's own and of earlier sums, in chunks of ``size``."""
 
     def finish(self, part: RowSums) -> Tensor:
         """Outputs (N, L, R, E)."""

@@ -161,7 +161,7 @@ def _attend(call: RelativeCall, streams: bool) -> tuple[Tensor, list[Tensor]]:
 
 
 def _slope(call: RelativeCall) -> Tensor | None:
-    """What weights lose in the logarithm with every token, (N, 1, 1); None means nothing."""
+    """Decrease of the log weights per token, (N, 1, 1); None means 0."""
     if call.slope is None:
         return None
     return call.slope.to(compute_dtype(call.query.dtype)).repeat(call.query.shape[0])[:, None, None]
@@ -246,7 +246,7 @@ def _causal(
 
 
 def _near_chunks(rows: CausalRows, queries: Tensor, factors: Factors, left: int) -> Tensor:
-    """What queries get from the keys of so many chunks before their own, (N, n, C, E + 1)."""
+    """Reads by queries of the keys of so many chunks before their own, (N, n, C, E + 1)."""
     size, edge = left * CHUNK, rows.edges[:, : rows.chunks].unsqueeze(2)
     if not left:
         return rows.value.new_zeros(*queries.shape[:3], rows.value.shape[3])

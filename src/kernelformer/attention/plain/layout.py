@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class RowSums(NamedTuple):
-    """What some keys give to rows of queries, to be added to what other keys give.
+    """Sums of some keys as rows of queries weigh them.
 
     Args:
         log: (N, L, R), the scale of a row's sums, without a gradient: the product is what counts.
@@ -136,7 +136,7 @@ def clamp(x: int, least: int, most: int) -> int:
 
 
 def hidden_keys(key_mask: Tensor | None, start: int, end: int) -> Tensor | None:
-    """Which keys of a segment do not count, (B, 1, n, 1) bool, or None."""
+    """Mask of a segment's hidden keys, (B, 1, n, 1) bool, or None."""
     return None if key_mask is None else ~key_mask[:, None, start:end, None]
 
 

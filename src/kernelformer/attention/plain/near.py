@@ -65,7 +65,7 @@ class NearRows:
         self.log = self.both.detach().amax(-1).flatten(1, 2)[:, : self.length]  # (N, L, R)
 
     def sums(self, log: Tensor) -> Tensor:
-        """What the rows sum up relative to ``log`` (N, L, R), which is no smaller than their own: (N, L, R, E + 1)."""
+        """Sums of the rows relative to ``log`` (N, L, R), which is no smaller than their own: (N, L, R, E + 1)."""
         log = in_chunks(log, self.size, -EMPTY).unsqueeze(-1)
         both = (self.both - log).exp_().flatten(2, 3)
         weights = self._dropped(both).split([x.shape[-1] for x in self.logits], -1)
@@ -119,7 +119,7 @@ class NearRows:
             scores[:, whole:].fill_(-torch.inf)
 
     def _outside(self, width: int) -> Tensor:
-        """Which places of a block's keys are not in the window of which query, (C, 1, K) bool."""
+        """Mask of the places of a block's keys outside the window of each query, (C, 1, K) bool."""
         own, window = self.left * self.size, self.call.window
         inside = torch.ones(self.size, width, dtype=torch.bool, device=self.queries.device)
         inside.tril_(own + (0 if self.call.is_causal else window - 1)).triu_(own - window + 1)
@@ -180,7 +180,7 @@ class NearRows:
         )
 
     def _sink_bias(self, sinks: Sinks) -> Tensor:
-        """What is added to the scores of sinks, (B, G or 1, n, C, R or 1, s): -inf in the window and where hidden."""
+        """Summand of the scores of sinks, (B, G or 1, n, C, R or 1, s): -inf in the window and where hidden."""
         call, length = self.call, self.chunks * self.size
         query = torch.arange(self.start, self.start + length, device=self.queries.device) + call.offset
         distance = sinks.position.unsqueeze(1) - query.view(1, -1, 1)  # (B, n C, s)
@@ -242,7 +242,7 @@ class PlainRows:
         self.log = self.scores.detach().amax(-1).flatten(1, 2)[:, : self.length]  # (N, L, R)
 
     def sums(self, log: Tensor) -> Tensor:
-        """What the rows sum up relative to ``log`` (N, L, R), which is no smaller than their own: (N, L, R, E + 1)."""
+        """Sums of the rows relative to ``log`` (N, L, R), which is no smaller than their own: (N, L, R, E + 1)."""
         weights = (self.scores - in_chunks(log, self.size).unsqueeze(-1)).exp_()
         sums: Tensor = weights.flatten(2, 3) @ self.value
         return sums.view(len(sums), self.chunks * self.size, self.repeats, -1)[:, : self.length]

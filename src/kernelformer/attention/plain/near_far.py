@@ -53,14 +53,14 @@ class _Run(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether queries and keys are the same tokens, all of a sequence."""
+        """True if queries and keys are the same tokens, all of a sequence."""
         call = self.call
         sums = call.state or call.right_state
         return call.window > 0 and not call.offset and not sums and call.query.shape[2] == call.key.shape[2]
 
     @property
     def is_plain(self) -> bool:
-        """Whether of such a call the near part is softmax of all keys of its window, see `near_plain`."""
+        """True if the near part of such a call is the softmax of all keys of its window."""
         call = self.call
         whole = call.key_mask is None and not call.bias and not call.dropout
         return whole and (not call.sinks or self.leading > 0)
@@ -206,7 +206,7 @@ def _merged(run: _Run, near: NearRows | PlainRows, far: Sequence[RowSums], segme
 
 
 def _both_sides(run: _Run, phi: PositiveMap, value: Tensor, hidden: Tensor | None) -> tuple[list[RowSums], Kept]:
-    """What all queries get from far keys on their left, and on their right: mirrored rows beside the others.
+    """Reads by all queries of far keys on their left, and on their right: mirrored rows beside the others.
 
     Args:
         run: of as many queries as keys.
@@ -244,7 +244,7 @@ def _both_sides(run: _Run, phi: PositiveMap, value: Tensor, hidden: Tensor | Non
 
 
 def _side(run: _Run, segment: tuple[int, int], mirror: bool, kept: Kept | None) -> tuple[RowSums, Kept]:
-    """What some queries get from the far keys on one side, and the sums of these; mirrored, from the end."""
+    """Reads by some queries of the far keys on one side, and the sums of these; mirrored, from the end."""
     (call, phi, size, _), (start, end) = run, segment
     assert phi is not None
     shift = call.offset + max(call.window, 1) if mirror else call.offset - call.window
@@ -314,7 +314,7 @@ def _beyond(run: _Run, low: int, high: int, kept: Kept | None, mirror: bool) -> 
 
 
 def _slope(call: NearFarCall) -> Tensor | None:
-    """What weights of far keys lose in the logarithm with every token, (N, 1, 1); None means nothing."""
+    """Decrease of far log weights per token, (N, 1, 1); None means 0."""
     slope = NearBias(*call.bias).slope if call.bias else None
     if slope is None:
         return None

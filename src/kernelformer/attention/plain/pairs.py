@@ -84,7 +84,7 @@ class BiasPairs:
 
     @staticmethod
     def of(call: RelativeCall) -> BiasPairs:
-        """Those of a call, in the dtype of the arithmetic."""
+        """The factors of a call, in the dtype of the arithmetic."""
         return BiasPairs(call.is_causal, call.layout, call.bias.to(compute_dtype(call.query.dtype)))
 
     def log(self, rows: Span, columns: Span) -> Tensor:
@@ -161,7 +161,7 @@ class Rows:
         return keys._replace(factor=factor)
 
     def near(self, queries: Any, keys: Any, factors: Tensor) -> RowSums:
-        """What queries get from keys one by one; ``factors`` (H, T, K) are those of a positive map, or b."""
+        """Reads by queries of keys one by one; ``factors`` (H, T, K) are those of a positive map, or b."""
         if isinstance(self.phi, PositiveMap):
             (logs, value), queries = keys, queries.squeeze(2)
             top = logs.detach().amax(1, keepdim=True).clamp_min(EMPTY)
@@ -182,7 +182,7 @@ class Rows:
         return RowSums(scale, torch.bmm(weights, keys.value).unsqueeze(2), guard)
 
     def far(self, queries: Any, kept: Kept, first: int, step: int, tail: Tensor) -> RowSums:
-        """What queries get from sums, the first of them ``first`` tokens away and the others ``step`` more each."""
+        """Reads of sums by queries, the first of them ``first`` tokens away and the others ``step`` more each."""
         part, log = self.phi.read(queries, kept), tail.clamp_min(EMPTY)  # type: ignore[arg-type]
         if self.slope is not None:
             away = torch.arange(part.sums.shape[1], device=tail.device) * step + first
@@ -400,7 +400,7 @@ def _sees_whole(rows: Rows, span: Span, high: int) -> Tensor:
 
 
 def _sees_some(tile: Tensor, hidden: Tensor | None) -> Tensor:
-    """Which rows see any key, (B or 1, H, T), by a tile (H, T, K) bool and hidden keys (B, K)."""
+    """Mask of the rows that see a key, (B or 1, H, T), by a tile (H, T, K) bool and hidden keys (B, K)."""
     if hidden is None:
         return tile.any(2).unsqueeze(0)
     return (tile.float() @ (~hidden).float()[:, None, :, None]).squeeze(3) > 0
@@ -484,7 +484,7 @@ def _absorb(rows: Rows, distance: Tensor, kept: Kept, *block: Any) -> Kept:
 def _right_part(
     rows: Rows, steps: tuple[int, int], away: Tensor, query: Tensor, kept: Kept, *block: Any
 ) -> tuple[RowSums, Kept]:
-    """What a segment gets from the sums on its right, and the sums for the segment before it."""
+    """Reads by a segment of the sums on its right, and the sums for the segment before it."""
     part = rows.far(rows.queries(query), kept, *steps, rows.tail(1))
     return part, rows.absorb(rows.keys(*block), rows.moved(kept, len(away)), away)
 
@@ -492,7 +492,7 @@ def _right_part(
 def _window_segment(
     rows: Rows, left: int, size: int, query: Tensor, kept: Kept, tile: Tensor, *around: Any
 ) -> tuple[RowSums, RowSums, Kept]:
-    """What a segment gets from near keys and from the sums on its left, and those on the left of the next."""
+    """Reads by a segment of near keys and of the sums on its left, and the sums on the left of the next."""
     queries, (key, value) = rows.queries(query), (torch.cat(around[i::3], 2) for i in range(2))
     keys = rows.keys(key, value, _hidden(around))
     away = torch.arange((left + 1) * size, left * size, -1, device=query.device)
@@ -503,7 +503,7 @@ def _window_segment(
 
 
 def _hidden(around: Sequence[Any]) -> Tensor | None:
-    """Which keys of some blocks are hidden, (B, K)."""
+    """Mask of the hidden keys of some blocks, (B, K)."""
     if all(x is None for x in around[2::3]):
         return None
     shown = [x.new_zeros(x.shape[0], x.shape[2], dtype=torch.bool) for x in around[::3]]

@@ -46,7 +46,7 @@ def largest_so_far(x: Tensor, dim: int) -> Tensor:
 
 
 def later_than(size: int, like: Tensor) -> Tensor:
-    """What hides later ones when it is subtracted, (size, size): inf above the diagonal, 0 elsewhere."""
+    """Matrix (size, size) that hides later keys when subtracted: inf above the diagonal, 0 elsewhere."""
     return like.new_full((size, size), torch.inf).triu_(1)
 
 
@@ -121,7 +121,7 @@ Weigh = Callable[[Tensor, tuple[int, int], tuple[int, int]], Tensor]
 
 
 class KeySums(NamedTuple):
-    """What is kept of some keys.
+    """Sums of some keys.
 
     Args:
         top: (N, M), the largest log feature, at least EMPTY; no gradient.
@@ -220,7 +220,7 @@ class CausalRows:
         return states[:, states.shape[1] - self.chunks :], KeySums(top, after)
 
     def read(self, queries: Tensor, states: Tensor, lag: int = 0) -> Tensor:
-        """What queries from chunk ``lag`` on get from all keys up to so many chunks before theirs, (N, ., C R, E + 1).
+        """Reads by queries from chunk ``lag`` on of all keys up to so many chunks before theirs, (N, ., C R, E + 1).
 
         With ``lag`` there are fewer chunks by that number; earlier queries see none of these keys.
         """
@@ -230,7 +230,7 @@ class CausalRows:
         return (queries[:, lag:] + edges).exp_().flatten(2, 3) @ states[:, : self.chunks - lag]
 
     def read_before(self, queries: Tensor, count: int) -> Tensor:
-        """What the queries of the first ``count`` chunks get from the keys before the first, (N, count, C R, E + 1)."""
+        """Reads by the first ``count`` chunks of the keys before the first, (N, count, C R, E + 1)."""
         assert self.before is not None
         top = self.before.top[:, None, None, None]
         if self.fade is not None:
@@ -247,7 +247,7 @@ class CausalRows:
         return self._add_tokens(out, queries, weigh)
 
     def sums(self) -> tuple[Tensor, KeySums]:
-        """What the rows sum up relative to their `log`, (N, L, R, E + 1), and the sums after the last key."""
+        """Sums of the rows relative to their `log`, (N, L, R, E + 1), and the sums after the last key."""
         queries, (states, after) = self.relative(), self.states()
         return self.by_token(self.inside(self.read(queries, states), queries)), after
 
@@ -373,7 +373,7 @@ class PositiveMap:
         return KeySums(top, sums)
 
     def read(self, logs: Tensor, kept: KeySums) -> RowSums:
-        """What queries (N, L, R, M) get from sums."""
+        """Reads of sums by queries (N, L, R, M)."""
         logs = logs + kept.top[:, None, None]
         scale = logs.detach().amax(-1).clamp_min(EMPTY / 2)
         rows = (logs - scale.unsqueeze(3)).exp_()
@@ -387,7 +387,7 @@ class PositiveMap:
         size: int,
         slope: Tensor | None = None,
     ) -> tuple[RowSums, KeySums]:
-        """What queries (N, L, R, M) get from the keys (N, L, M) up to their own, and from those before.
+        """Reads by queries (N, L, R, M) of the keys (N, L, M) up to their own, and of those before.
 
         Args:
             logs: of the queries.

@@ -59,7 +59,7 @@ class SignedKeys(NamedTuple):
 
 
 class SignedSums(NamedTuple):
-    """What is kept of some keys.
+    """Sums of some keys.
 
     Args:
         top: (N, 1), the largest log factor, at least EMPTY; no gradient.
@@ -166,7 +166,7 @@ class SignedMap:
         return SignedSums(top, sums)
 
     def read(self, queries: SignedQueries, kept: SignedSums) -> RowSums:
-        """What queries get from sums."""
+        """Reads of sums by queries."""
         phi, features = queries.phi, queries.phi.shape[3]
         sums = (phi.flatten(1, 2) @ kept.sums[:, :features]).view(*phi.shape[:3], kept.sums.shape[2])
         guard = self.lengths(phi) * kept.sums[:, None, features:, -1:] if self.guard else None
@@ -194,7 +194,7 @@ class SignedMap:
         size: int,
         decay: Tensor | None = None,
     ) -> tuple[RowSums, SignedSums]:
-        """What queries get from the keys up to their own, and from those before.
+        """Sums of the keys up to each query's own and of those before, as the queries weigh them.
 
         Args:
             queries: mapped queries.

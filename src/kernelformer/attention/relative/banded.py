@@ -334,7 +334,7 @@ class Banded:
         return Segment(place[0] * size, x, divided, left, t, phi, shift, kv, ks, far, far_ks, old, new)
 
     def _far(self, name: str, blocks: Tensor, before: Tensor, after: Tensor, chunks: int) -> Tensor:
-        """What chunks see beyond their bands, (c, N, M, X), from the sums of blocks and of what is around them."""
+        """Sums of the keys beyond the band of each chunk, (c, N, M, X), from those of blocks and around them."""
         far = self.take(name, chunks, *blocks.shape[1:])
         behind, ahead = self.tails
         assert behind is not None
@@ -415,7 +415,7 @@ class Banded:
             target[self.block.block, :, end : end + rest].copy_(rows[:, :, full, :rest])
 
     def _sees_some(self, s: Segment, i: int) -> Tensor:
-        """Which rows of chunk number i of a segment see any key at all, (N, C, 1): else zero is the answer."""
+        """Mask of the rows of chunk i of a segment that see a key, (N, C, 1); others are zero."""
         size = BAND_CHUNK
         at = slice(i * size, (i + self.band) * size)
         place = torch.arange(at.start, at.stop, device=s.left.device) + s.keys.first
@@ -442,7 +442,7 @@ def by_blocks(x: Tensor, axis: int) -> Tensor:
 
 @dataclass
 class _Asked:
-    """What the chunks of one segment ask of keys on both sides of its blocks."""
+    """Gradients of the sums on both sides of a segment's blocks."""
 
     low: int  # position of the first key of its blocks
     high: int  # and of that after the last

@@ -17,7 +17,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the tokens are.
+    """Places of queries and keys.
 
     Args:
         L: number of queries.

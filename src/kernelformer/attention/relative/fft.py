@@ -39,7 +39,7 @@ def _fast_size(least: int) -> int:
 
 
 class Places:
-    """Where tokens stand in the sequence that is transformed, and the table over its distances."""
+    """Places of the tokens in the sequence that is transformed, and the table over its distances."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.layout = layout
@@ -220,7 +220,7 @@ def _with_prefix(
 
 @torch.no_grad()
 def is_safe(call: RelativeCall) -> bool:
-    """Whether the rounding of a transform stays below `LIMIT` in every row, whatever the queries are.
+    """True if the rounding of a transform stays below `LIMIT` in every row, for any queries.
 
     The error of a feature's sums is about ``eps |factors| |phi_m|``, in Euclidean norms. A row's own sum of it is no
     less than the smallest factor times the sum of what it sees. Signed maps can cancel, so they are never safe; nor is
