@@ -140,3 +140,64 @@ def test_a_chunk_is_a_number_of_rows_not_a_number_of_chunks(monkeypatch):
         core(*inputs(length, B=1, dtype=torch.float32), is_causal=True)
     assert {rows for _, rows in seen} == {blocks.CAUSAL_CHUNK}
     assert max(numbers for numbers, _ in seen) <= blocks.BUFFER
+
+
+@pytest.mark.parametrize("method", ["trigonometric", "rfa", "gmm-rks"])
+def test_near_and_far_keys_of_a_signed_map_do_not_depend_on_the_size_of_values(method):
+    core, (q, k, v) = core_of(method, num_features=16, window=4).double(), inputs(50)
+    for causal in (False, True):
+        close(core(q, k, v * 1e9, is_causal=causal) / 1e9, core(q, k, v, is_causal=causal))
+
+
+def test_a_call_without_tokens_leaves_a_stream_with_a_window_as_it_was():
+    core, (q, k, v) = core_of("favor+", num_features=16, window=8).double(), inputs(50)
+    outs, state, start = [], None, 0
+    for count in (1, 0, 49):
+        part = slice(start, start + count)
+        out, state = core(q[:, :, part], k[:, :, part], v[:, :, part], is_causal=True, state=state, return_state=True)
+        outs, start = [*outs, out], start + count
+    close(torch.cat(outs, 2), core(q, k, v, is_causal=True))
+
+
+def test_a_large_bias_within_a_window_has_finite_gradients():
+    """The last block of 65 tokens has 63 rows without a token, whose sums of weights are no numbers."""
+    core, (q, k, v) = core_of("favor+", num_features=16, window=4), inputs(65, dtype=torch.float32)
+    bias = torch.zeros(4, 129)
+    bias[:, 62:67] = 100.0
+    out = core(q, k, v.requires_grad_(), is_causal=True, bias=bias, max_distance=4)
+    assert torch.autograd.grad(out.sum(), v)[0].isfinite().all()
+
+
+def test_elu_has_its_slope_at_zero():
+    core, (q, k, v) = core_of("elu").double(), inputs(5)
+    k[:, :, 2] = 0
+    assert torch.autograd.gradcheck(lambda k: core(q, k, v), k.requires_grad_(), atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["rfa", "favor+"])
+def test_hidden_keys_do_not_dwarf_earlier_ones_under_a_slope(method):
+    core, (q, k, v) = core_of(method, num_features=16, window=4), inputs(300, dtype=torch.float32)
+    slope, mask = torch.full((4,), 0.5), (torch.arange(300) < 20).expand(2, -1)
+    bias = -slope.unsqueeze(1) * (torch.arange(599) - 299).abs()
+    out = core(q, k, v, is_causal=True, key_mask=mask, bias=bias, max_distance=4, slope=slope)
+    assert (out != 0).any(-1).all()
+
+
+def test_weights_of_long_queries_sum_to_one_beside_a_window():
+    """Logarithms of sums of 10,000 are rounded to 1e-3."""
+    core, (q, k, v) = core_of("favor+", num_features=16, window=4), inputs(100, dtype=torch.float32)
+    mask = (torch.arange(100) < 50).expand(2, -1)
+    for size in (16, 1000):
+        out = core(F.normalize(q, dim=-1) * size, k, torch.ones_like(v), is_causal=True, key_mask=mask)
+        torch.testing.assert_close(out, torch.ones_like(out), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("method", ["rfa", "favor+"])
+def test_graphs_of_a_window_have_gradients(method):
+    core, (q, k, v) = core_of(method, num_features=8, window=5), inputs(40, dtype=torch.float32)
+    q.requires_grad_()
+    found = [
+        torch.autograd.grad(attend(q, k, v, is_causal=True).sum(), q)[0]
+        for attend in (core, torch.compile(core, backend="aot_eager"))
+    ]
+    close(*found)

@@ -82,7 +82,7 @@ class Strips:
         self.samples = s.samples()
         self.size, self.together = s.causal(self.samples)
         # No farther than there are keys.
-        reach = (s.L - 1 + call.offset, s.S - 1 - call.offset)
+        reach = (max(s.L, 1) - 1 + call.offset, s.S - 1 - call.offset)
         self.left, self.right = (
             max(0, min(blocks, -(-keys // self.size)))
             for blocks, keys in zip(near_blocks(call.window, self.size, call.is_causal), reach, strict=True)
@@ -159,14 +159,14 @@ class Strips:
         before = min(max(0, -first), last - first)
         return low, high, before, last - first - before - (high - low)
 
-    def rows(self, name: str, x: Tensor, block: slice, first: int, blocks: int) -> Tensor:
-        """Blocks of tokens (B, G, R, T, X) as rows (blocks N, R C, X) in a buffer; zeros where there are none."""
+    def rows(self, name: str, x: Tensor, block: slice, first: int, blocks: int, fill: float = 0.0) -> Tensor:
+        """Blocks of tokens (B, G, R, T, X) as rows (blocks N, R C, X) in a buffer; ``fill`` where there are none."""
         x = x[block]
         b, g, r, length, width = x.shape
         low, high, before, after = self._inside(first, blocks, length)
         piece = x[:, :, :, low:high]
         if before or after:
-            piece = F.pad(piece, (0, 0, before, after))
+            piece = F.pad(piece, (0, 0, before, after), value=fill)
         rows = self.work.take(name, blocks, b, g, r, self.size, width)
         rows.copy_(piece.unflatten(3, (blocks, self.size)).permute(3, 0, 1, 2, 4, 5))
         return rows.view(blocks * b * g, r * self.size, width)
@@ -749,32 +749,35 @@ class Pass:
             scores = self._scores(group, keys)
             log = softmax_mass(scores).squeeze(2)
             lost: list[tuple[int, Tensor, Lost]] = []
-            total = log
+            row_log, den = log, torch.ones_like(log)
             if st.sides:
                 t = self._mixture(group, carries)
                 far = self._far_scores(t)
                 past = torch.mul(t.weights, t.decay.mT, out=work.take("slope", *t.weights.shape))
                 seen = past.sum(2).add_(far.sum(2))
                 small = seen < positive.LOST
-                row_scale, log_far, some = torch.ones_like(seen), seen.log().add_(t.peak), bool(small.any())
+                row_scale, log_far, some = torch.ones_like(seen), t.peak, bool(small.any())
                 if some:
                     row_scale.masked_fill_(small, 0)
-                    log_far.masked_fill_(small, EMPTY)
+                    log_far, seen = log_far.masked_fill(small, EMPTY), seen.masked_fill_(small, 1)
                     lost = list(self._rescues(t, group, small & self._sees_far(t, group)))
                     for row, index, one in lost:
                         row_scale[row, index], log_far[row, index] = -1, one.rescue.log
-                total = torch.logaddexp(log, log_far)
-            total = total.masked_fill(total < EMPTY / 2, NOTHING)
-            drops, share = self._drops(start), (log - total).exp_().unsqueeze(2)
+                # The logarithm of a sum is rounded as much as it is large: shares are divided by the sum itself.
+                row_log = torch.maximum(log, log_far)
+                far_share = (log_far - row_log).exp_()
+                den = (log - row_log).exp_().addcmul_(far_share, seen)
+                far_share.div_(den)
+            unseen = row_log < EMPTY / 2
+            total = row_log.add(den.log()).masked_fill_(unseen, NOTHING)
+            drops, share = self._drops(start), (log - row_log).exp_().div_(den).masked_fill_(unseen, 0).unsqueeze(2)
             if drops is not None:
                 scores.mul_(drops)
             if st.sides:
                 scores.mul_(share)
-                share = (t.peak - total).exp_()
-                if some:
-                    share.masked_fill_(small, 0)
-                far.mul_(share.unsqueeze(2))
-                t.weights.mul_(share.unsqueeze(2))
+                share = far_share.masked_fill(small | unseen, 0).unsqueeze(2)
+                far.mul_(share)
+                t.weights.mul_(share)
                 for columns, at in self._far_columns(scores):
                     columns.add_(far[..., at])
             out = torch.bmm(scores, values, out=work.take("out", *group.xq.shape[:2], s.E))
@@ -783,8 +786,7 @@ class Pass:
             else:
                 out.baddbmm_(t.weights, t.old)
                 for row, index, one in lost:
-                    size = (one.rescue.log - total[row, index]).exp_().unsqueeze(1)
-                    out[row, index] += one.rescue.sums(one.v) * size
+                    out[row, index] += one.rescue.sums(one.v) * far_share[row, index].unsqueeze(1)
                 for x in results.row_scales:
                     st.put(st.by_key_head(x), row_scale.unsqueeze(2), block, start)
                 ladder = t.ladders[0]
@@ -837,13 +839,14 @@ class Pass:
         """Add to the gradients, from those of the outputs and of the state after the call."""
         st, s, block = self.st, self.s, self.block
         dq5, *targets = (grouped(x, s.G) for x in (grads.query, grads.key, grads.value))
-        given = {"g": grouped(grad, s.G), "o": grouped(results.out, s.G), "total": st.by_key_head(results.total)}
+        given = {"g": grouped(grad, s.G), "o": grouped(results.out, s.G)}
         right = self._right_grads(results, grad) if st.sides == 2 and s.L else []
         left: list[Tensor] = PositiveSums.zero_grads(self.empty()) if st.sides else []
         end, end_grads = self._end_grads(results, state_grads, targets)
         for number, start in reversed(list(enumerate(st.groups()))):
             group = Group(st, block, start)
-            g, y, total = (st.rows(name, x, block, start, st.together) for name, x in given.items())
+            g, y = (st.rows(name, x, block, start, st.together) for name, x in given.items())
+            total = st.rows("total", st.by_key_head(results.total), block, start, st.together, fill=NOTHING)
             rows = RowGrads(g, y, torch.linalg.vecdot(g, y).neg_().unsqueeze(2), total.squeeze(2))
             t = None
             if st.sides:

@@ -46,7 +46,8 @@ def _log_exp(z: Tensor, eps: float) -> Tensor:
 
 def _log_elu(z: Tensor, _: float) -> Tensor:
     # log(elu(z) + 1) = z below zero and log(1 + z) above: nothing is rounded to zero, in any dtype.
-    return torch.log1p(torch.relu(z)) - torch.relu(-z)
+    # The slope at zero is 1, which that of relu is not.
+    return torch.where(z > 0, torch.log1p(z.clamp_min(0)), z)
 
 
 ACTIVATIONS: dict[str, Activation] = {

@@ -56,7 +56,7 @@ class _Run(NamedTuple):
         """True if queries and keys are the same tokens, all of a sequence."""
         call = self.call
         sums = call.state or call.right_state
-        return call.window > 0 and not call.offset and not sums and call.query.shape[2] == call.key.shape[2]
+        return call.window > 0 and not call.offset and not sums and call.query.shape[2] == call.key.shape[2] > 0
 
     @property
     def is_plain(self) -> bool:

@@ -152,13 +152,7 @@ class Rows:
     def keys(self, key: Tensor, value: Tensor, hidden: Tensor | None) -> Any:
         """Mapped keys; those of signed maps with their log factors, 0 where the map has none."""
         keys: Any = self.phi.keys(key, value, None if hidden is None else hidden[:, None, :, None])
-        if isinstance(self.phi, PositiveMap) or keys.factor is not None:
-            return keys
-        factor = keys.phi.new_zeros(*keys.phi.shape[:2], 1)
-        if hidden is not None:
-            gone = hidden[:, None, :, None].expand(-1, self.heads, -1, -1).flatten(0, 1)
-            factor = factor.masked_fill(gone, -torch.inf)
-        return keys._replace(factor=factor)
+        return keys if isinstance(self.phi, PositiveMap) else keys._replace(factor=keys.factors())
 
     def near(self, queries: Any, keys: Any, factors: Tensor) -> RowSums:
         """Reads by queries of keys one by one; ``factors`` (H, T, K) are those of a positive map, or b."""

@@ -51,6 +51,13 @@ class SignedKeys(NamedTuple):
     value: Tensor
     length: Tensor | None
 
+    def factors(self) -> Tensor:
+        """Log factors (N, S, 1) for maps with and without them, -inf for keys that do not count."""
+        if self.factor is not None:
+            return self.factor
+        ones = self.value[..., -1:]
+        return torch.zeros_like(ones).masked_fill(ones == 0, -torch.inf)
+
     def sums(self, size: Tensor | None) -> Tensor:
         """``sum_j size_j phi_j [v_j, 1]``, (N, M, E + 1), and with a guard one row more, the same of the lengths."""
         value = self.value if size is None else self.value * size
@@ -184,7 +191,7 @@ class SignedMap:
     @staticmethod
     def faded(keys: SignedKeys, log: Tensor) -> SignedKeys:
         """Keys times ``exp(log)``, (N, S, 1)."""
-        return keys._replace(factor=log + keys.phi.new_zeros(1) if keys.factor is None else keys.factor + log)
+        return keys._replace(factor=keys.factors() + log)
 
     def causal(
         self,
@@ -219,8 +226,7 @@ class SignedMap:
             sums = torch.cat([first, own_sums], 1).cumsum(1)
             states, after = sums[:, :-1], sums[:, -1]
         else:
-            factor = keys.phi.new_zeros(rows, length, 1) if keys.factor is None else keys.factor
-            factor, past = in_chunks(factor, size, -torch.inf), None
+            factor, past = in_chunks(keys.factors(), size, -torch.inf), None
             if decay is not None:
                 past = in_chunks(decay, size).cumsum(2)
                 factor = factor - past
@@ -252,7 +258,8 @@ class SignedMap:
         """Outputs (N, L, R, E); zero where the denominator is not positive."""
         num = part.sums[..., :-1]
         if not self.normalize:
-            return num * part.log.exp().unsqueeze(3)
+            root = (0.5 * part.log).exp().unsqueeze(3)  # twice: the size itself may lie beyond float range
+            return num * root * root
         den = part.sums[..., -1:]
         den = den if part.guard is None else torch.maximum(den, GUARD * part.guard)
         return num / torch.where(den > torch.finfo(den.dtype).tiny, den, torch.inf)
@@ -288,8 +295,8 @@ def _per_row(x: Tensor, share: Tensor, repeats: int) -> Tensor:
 
 
 def own_scale(part: RowSums) -> RowSums:
-    """Rows relative to their own largest number, so that what they are added to stays a number where they are not."""
-    size = part.sums.detach().abs().amax(3)
+    """Rows relative to their denominator or guard, so that what they are added to stays a number where they are not."""
+    size = part.sums[..., -1].detach().abs()
     if part.guard is not None:
         size = torch.maximum(size, part.guard.detach().squeeze(3))
     some = size > 0
