@@ -121,11 +121,16 @@ def plain_linear_attention(
             for b in blocks
         ]
         return torch.cat(parts)
+    length = query.shape[2]
+    if torch.compiler.is_exporting():  # also where a length is a formula: all tokens of a text and one before them
+        (query,), _ = whole_chunks((query,), (), CHUNK)
+        (key, value), (key_mask,) = whole_chunks((key, value), [key_mask], CHUNK)
     phi = make_map(lookup(spec), tensors, scale, normalize)
     numbers = numbers * query.shape[0]
     kept = _sums_of(phi, key, value, key_mask, numbers, tensors)
     queries = cut(query, spans(query, numbers, 1))
-    return join_segments([recomputed(partial(_read, phi, key.shape[1]), x, kept, learned=tensors) for x in queries])
+    outs = [recomputed(partial(_read, phi, key.shape[1]), x, kept, learned=tensors) for x in queries]
+    return join_segments(outs).narrow(2, 0, length)
 
 
 def _sums_of(

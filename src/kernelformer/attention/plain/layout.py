@@ -125,8 +125,9 @@ def whole_chunks(
     count: Any = torch.full((), (length + size - 1) // size, device=tokens[0].device).clamp_min(least).item()
     torch._check(count >= least)
     torch._check(length <= count * size)
-    missing, real = count * size - length, tokens[0].new_ones(batch, length, dtype=torch.bool)
-    whole = [F.pad(real if x is None else x, (0, missing)) for x in masks]
+    missing = count * size - length
+    given = [tokens[0].new_ones(batch, length, dtype=torch.bool) if x is None else x for x in masks]
+    whole = [F.pad(x, (0, missing)) for x in given]
     return [F.pad(x, (0, 0, 0, missing)) for x in tokens], whole
 
 

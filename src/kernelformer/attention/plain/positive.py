@@ -363,7 +363,10 @@ class PositiveMap:
     def absorb(keys: tuple[Tensor, Tensor], before: KeySums | None) -> KeySums:
         """Sums of all keys, and of those before them."""
         logs, value = keys
-        size = logs.shape[1] if torch.compiler.is_exporting() else min(KEYS, max(1, logs.shape[1]))
+        if torch.compiler.is_exporting():  # all at once: there are none before
+            top = logs.detach().amax(1).clamp_min(EMPTY)
+            return KeySums(top, (logs - top.unsqueeze(1)).exp_().mT @ value)
+        size = min(KEYS, max(1, logs.shape[1]))
         logs, value = in_chunks(logs, size, -torch.inf), in_chunks(value, size)
         top = logs.detach().amax((1, 2))
         top = top.clamp_min(EMPTY) if before is None else torch.maximum(top, before.top)
