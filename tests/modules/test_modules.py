@@ -422,7 +422,7 @@ def test_inference_mode(variant):
 
 def test_gradients_reach_tensors_that_a_map_learns(small_blocks):
     """No map of this version learns its frequencies, but the contract promises that one can."""
-    from kernelformer.attention import causal_attention, linear_attention
+    from kernelformer.attention.dispatch import attend
 
     for variant in ("favor+", "hyperbolic", "favor+ per head", "trigonometric", "relu", "gelu", "exp"):
         core = build(variant)
@@ -433,6 +433,6 @@ def test_gradients_reach_tensors_that_a_map_learns(small_blocks):
 
         def both(*x, settings=settings):
             settings = {**settings, "tensors": [x[3]]}
-            return linear_attention(*x[:3], **settings), causal_attention(*x[:3], **settings)[0]
+            return [attend(*x[:3], **settings, is_causal=causal)[0] for causal in (False, True)]
 
         assert torch.autograd.gradcheck(both, (*leaves, omega), atol=1e-6, fast_mode=True)

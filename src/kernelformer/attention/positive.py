@@ -463,5 +463,6 @@ def bind_sums(
         parts: the sums are merged with weights of another kind, so that nothing may be left out of the features.
     """
     known = lookup(spec)
-    assert isinstance(known, PositiveSpec)
+    if not isinstance(known, PositiveSpec):
+        raise TypeError(f"these sums are of positive maps, got {spec}; use attention.dispatch.attend, which takes all.")
     return PositiveSums(known.bind(tensors, scale, normalize and not parts, learn), normalize, work)
