@@ -61,8 +61,8 @@ class SignedKeys(NamedTuple):
     def sums(self, size: Tensor | None) -> Tensor:
         """``sum_j size_j phi_j [v_j, 1]``, (N, M, E + 1), and with a guard one row more, the same of the lengths."""
         value = self.value if size is None else self.value * size
-        sums = self.phi.mT @ value
-        return sums if self.length is None else torch.cat([sums, self.length.mT @ value], -2)
+        lengths = [] if self.length is None else [self.length.mT @ value]
+        return torch.cat([self.phi.mT @ value, *lengths], -2)
 
 
 class SignedSums(NamedTuple):
@@ -167,10 +167,9 @@ class SignedMap:
         if keys.factor is not None and keys.phi.shape[1]:
             top = torch.maximum(top, keys.factor.detach().amax(1))
             size = (keys.factor - top.unsqueeze(1)).exp_()
-        sums = keys.sums(size)
-        if before is not None:
-            sums = sums + before.sums * (before.top - top).exp().unsqueeze(2)
-        return SignedSums(top, sums)
+        kept = None if before is None else before.sums * (before.top - top).exp().unsqueeze(2)
+        sums = keys.sums(size)  # last: the backward pass computes again up to the last product, and not that
+        return SignedSums(top, sums if kept is None else kept + sums)
 
     def read(self, queries: SignedQueries, kept: SignedSums) -> RowSums:
         """Reads of sums by queries."""
