@@ -61,20 +61,19 @@ def tiny_folder(tmp_path_factory):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Chunks of a few rows, so that short sequences cross all seams; and no matrix of weights instead of them."""
-    from kernelformer.attention import blocks
-    from kernelformer.attention import short as direct
+    from kernelformer.attention import blocks, dispatch
 
     monkeypatch.setattr(blocks, "CAUSAL_CHUNK", 8)
     monkeypatch.setattr(blocks, "BUFFER", 3000)
-    monkeypatch.setattr(direct, "RATES", (0.0, 0.0))
+    monkeypatch.setattr(dispatch, "RATES", (0.0, 0.0))
 
 
 @pytest.fixture
 def no_matrices(monkeypatch):
     """Short sequences go by chunks too."""
-    from kernelformer.attention import short as direct
+    from kernelformer.attention import dispatch
 
-    monkeypatch.setattr(direct, "RATES", (0.0, 0.0))
+    monkeypatch.setattr(dispatch, "RATES", (0.0, 0.0))
 
 
 @pytest.fixture

@@ -263,6 +263,17 @@ def no_autocast(device_type: str) -> AbstractContextManager[Any]:
     return torch.autocast(device_type, enabled=False) if is_on else nullcontext()
 
 
+def transforms_active() -> bool:
+    """True within transforms of `torch.func` and forward-mode AD, for which operators have no rules."""
+    if torch.compiler.is_compiling():
+        if forward_ad._current_level >= 0:
+            raise ValueError(
+                "a compiled graph cannot see forward-mode tangents, which are not supported; call it outside."
+            )
+        return False
+    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def no_tangents(**inputs: Tensor | Sequence[Tensor] | None) -> None:
     """Raise an error for forward-mode tangents: operators have no formula for them, and torch would drop them silently.
 

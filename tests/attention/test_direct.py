@@ -11,7 +11,6 @@ from torch.autograd import gradcheck
 import kernelformer as kf
 from definition import NEARS, VARIANTS, WHOLE, attend, build, close, inputs, padding
 from kernelformer.attention import blocks, dispatch
-from kernelformer.attention import short as direct
 from kernelformer.attention import short as direct_weights
 from kernelformer.attention.blocks import Shapes
 from kernelformer.contract import PositiveSpec
@@ -37,7 +36,7 @@ KINDS = [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in 
 def always(monkeypatch):
     """The matrix whatever it costs, in blocks of a few samples; lists the calls."""
     calls = []
-    monkeypatch.setattr(direct, "RATES", (1e9, 1e9))
+    monkeypatch.setattr(dispatch, "RATES", (1e9, 1e9))
     monkeypatch.setattr(blocks, "BUFFER", 3000)
     original = dispatch.direct_attention
     monkeypatch.setattr(dispatch, "direct_attention", lambda *a, **b: calls.append(b["is_causal"]) or original(*a, **b))
@@ -161,12 +160,12 @@ def test_it_is_chosen_by_size_alone(monkeypatch):
     def shapes(L, S, M=64, R=1):
         return Shapes(4, 8, 8 // R, L, S, 64, 64, M)
 
-    assert direct.prefers_direct(shapes(64, 64), is_causal=False)
-    assert not direct.prefers_direct(shapes(128, 128), is_causal=False)
-    assert direct.prefers_direct(shapes(128, 128), is_causal=True)
-    assert direct.prefers_direct(shapes(128, 128, M=256), is_causal=False)
-    assert not direct.prefers_direct(shapes(1, 100000), is_causal=False)  # all keys at once would not fit
-    assert not direct.prefers_direct(shapes(0, 5), is_causal=False)
+    assert dispatch.prefers_direct(shapes(64, 64), is_causal=False)
+    assert not dispatch.prefers_direct(shapes(128, 128), is_causal=False)
+    assert dispatch.prefers_direct(shapes(128, 128), is_causal=True)
+    assert dispatch.prefers_direct(shapes(128, 128, M=256), is_causal=False)
+    assert not dispatch.prefers_direct(shapes(1, 100000), is_causal=False)  # all keys at once would not fit
+    assert not dispatch.prefers_direct(shapes(0, 5), is_causal=False)
 
 
 def test_it_is_traced_as_one_graph():

@@ -397,7 +397,8 @@ class NoWaiting(TorchDispatchMode):
 @pytest.fixture
 def accelerator(monkeypatch):
     """Let the code take the CPU for a device that it must not wait for."""
-    monkeypatch.setattr(layout, "ACCELERATORS", ("cpu",))
+    for module in (layout, dispatch):
+        monkeypatch.setattr(module, "ACCELERATORS", ("cpu",))
     for module in (near_stream, bias_checks, biased, dispatch):
         monkeypatch.setattr(module, "readable_without_sync", lambda x: False)
 

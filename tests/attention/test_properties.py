@@ -9,19 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from definition import FORGETS, STREAMING, TOLERANCE, VARIANTS, WHOLE, attend, build, close, inputs, signed
-from kernelformer.attention import blocks
-from kernelformer.attention import short as direct
+from kernelformer.attention import blocks, dispatch
 
 sizes = st.integers(1, 40)
 
 
 def chunks(size, buffer, rate=0.0):
     """Set the chunk sizes, and from which cost on there are matrices; returns what puts them back."""
-    before = blocks.CAUSAL_CHUNK, blocks.BUFFER, direct.RATES
-    blocks.CAUSAL_CHUNK, blocks.BUFFER, direct.RATES = size, buffer, (rate, rate)
+    before = blocks.CAUSAL_CHUNK, blocks.BUFFER, dispatch.RATES
+    blocks.CAUSAL_CHUNK, blocks.BUFFER, dispatch.RATES = size, buffer, (rate, rate)
 
     def restore():
-        blocks.CAUSAL_CHUNK, blocks.BUFFER, direct.RATES = before
+        blocks.CAUSAL_CHUNK, blocks.BUFFER, dispatch.RATES = before
 
     return restore
 

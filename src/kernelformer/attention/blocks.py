@@ -7,7 +7,7 @@ lie one after the other in the row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,10 +67,17 @@ class Shapes:
         return -(-min(self.L, self.S) // (rows * together))
 
 
-def spans(length: int, step: int) -> Iterator[tuple[int, int]]:
+def spans(length: int, step: int) -> list[tuple[int, int]]:
     """Consecutive (start, end) of at most ``step``."""
-    for start in range(0, length, step):
-        yield start, min(start + step, length)
+    if 0 < length <= step:
+        return [(0, length)]
+    return [(start, min(start + step, length)) for start in range(0, length, step)]
+
+
+def blocks(s: Shapes) -> list[slice]:
+    """Blocks of samples."""
+    step = s.samples()
+    return [slice(0, s.B)] if step == s.B else [slice(first, last) for first, last in spans(s.B, step)]
 
 
 def empty_rows(x: Tensor, width: int) -> Tensor:

@@ -30,9 +30,8 @@ from kernelformer.attention.blocks import (
 )
 from kernelformer.attention.operator import Operator
 from kernelformer.attention.plain.attend import plain_causal_attention
-from kernelformer.attention.positive import CausalChunks, bind_sums
-from kernelformer.attention.state import empty_sums
-from kernelformer.contract import Workspace, compute_dtype, lookup, no_tangents
+from kernelformer.attention.positive import CausalChunks, PositiveSums, bind_sums
+from kernelformer.contract import Workspace, compute_dtype, lookup
 
 INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? key_mask, Tensor[] tensors, Tensor[] state, str spec, "
@@ -42,7 +41,8 @@ INPUTS = (
 
 def _forward(*arguments: Any) -> tuple[Any, ...]:
     query, key, value, key_mask, tensors, state, spec, scale, normalize, keep = arguments
-    s = Shapes.of(query, key, value, lookup(spec).feature_dim(tensors, query.shape[-1]))
+    known = lookup(spec)
+    s = Shapes.of(query, key, value, known.feature_dim(tensors, query.shape[-1]))
     dtype = compute_dtype(query.dtype)
     work = Workspace(dtype, query.device)
     # Keys beyond the last query are never seen; queries beyond the last key see the final state.
@@ -56,7 +56,7 @@ def _forward(*arguments: Any) -> tuple[Any, ...]:
     for first, last in spans(s.B, pieces.samples):
         block, count = slice(first, last), last - first
         bound = spread(tensors, block, count, s.G, pieces.together)
-        sums = bind_sums(spec, bound, scale, normalize, False, work)
+        sums = bind_sums(known, bound, scale, normalize, False, work)
         rows = [x[block].flatten(0, 1) for x in state]
         for group, (start, end) in enumerate(pieces.groups()):
             if keep:
@@ -71,7 +71,7 @@ def _forward(*arguments: Any) -> tuple[Any, ...]:
         for whole, part in zip(end_state, rows, strict=True):
             whole[block] = part.view(whole[block].shape)
         if s.L > s.S:
-            tail = bind_sums(spec, spread(tensors, block, count, s.G), scale, normalize, False, work)
+            tail = bind_sums(known, spread(tensors, block, count, s.G), scale, normalize, False, work)
             for start, end in spans(s.L - s.S, s.chunk(count, s.H)):
                 at = slice(s.S + start, s.S + end)
                 put_rows(out5[block, :, :, at], tail.read(rows, rows_of(q5[block, :, :, at], "q", work)))
@@ -93,7 +93,8 @@ def _fake(*arguments: Any) -> tuple[Any, ...]:
 def _backward(*arguments: Any) -> tuple[Any, ...]:
     grad, state_grads, out, row_scales, end_state, kept, query, key, value, key_mask, *rest = arguments
     tensors, state, spec, scale, normalize, _, learn = rest
-    s = Shapes.of(query, key, value, lookup(spec).feature_dim(tensors, query.shape[-1]))
+    known = lookup(spec)
+    s = Shapes.of(query, key, value, known.feature_dim(tensors, query.shape[-1]))
     dtype = compute_dtype(query.dtype)
     work = Workspace(dtype, query.device)
     # Keys beyond the last query are never seen; queries beyond the last key see the final state.
@@ -110,11 +111,11 @@ def _backward(*arguments: Any) -> tuple[Any, ...]:
     for first, last in spans(s.B, pieces.samples):
         block, count = slice(first, last), last - first
         bound = spread(tensors, block, count, s.G, pieces.together)
-        sums = bind_sums(spec, bound, scale, normalize, learn, work)
+        sums = bind_sums(known, bound, scale, normalize, learn, work)
         end_rows = [x[block].flatten(0, 1) for x in end_state]
         grads = sums.grads_in(end_rows, [x[block].flatten(0, 1) for x in state_grads])
         if s.L > s.S:
-            tail = bind_sums(spec, spread(tensors, block, count, s.G), scale, normalize, learn, work)
+            tail = bind_sums(known, spread(tensors, block, count, s.G), scale, normalize, learn, work)
             for start, end in spans(s.L - s.S, s.chunk(count, s.H)):
                 at = slice(s.S + start, s.S + end)
                 x, g, y = (rows_of(t[block, :, :, at], n, work) for t, n in ((q5, "q"), (g5, "g"), (out5, "o")))
@@ -177,10 +178,11 @@ def causal_attention(
     if state is None:
         features = lookup(spec).feature_dim(tensors, query.shape[-1])
         like = query.new_empty(0, dtype=compute_dtype(query.dtype))
-        state = empty_sums(lookup(spec), (query.shape[0], key.shape[1]), features, value.shape[-1], like)
+        state = PositiveSums.empty((query.shape[0], key.shape[1]), features, value.shape[-1], like)
     state = [x.to(compute_dtype(query.dtype)) for x in state]
-    no_tangents(query=query, key=key, value=value, a_parameter_of_the_feature_map=tensors, state=state)
     inputs = (query, key, value, *tensors, *state)
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    out, _, end, _ = OPERATOR(query, key, value, key_mask, list(tensors), list(state), spec, scale, normalize, keep)
+    out, _, end, _ = OPERATOR.forward(
+        query, key, value, key_mask, list(tensors), list(state), spec, scale, normalize, keep
+    )
     return out, end

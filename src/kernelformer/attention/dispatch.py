@@ -22,21 +22,21 @@ import torch
 from torch import Tensor
 
 from kernelformer.attention import linear
-from kernelformer.attention.blocks import Shapes
+from kernelformer.attention.blocks import CAUSAL_CHUNK, Shapes
 from kernelformer.attention.causal import causal_attention
 from kernelformer.attention.near_far import near_far_attention
 from kernelformer.attention.near_far_call import NAMES, NearFarCall
 from kernelformer.attention.plain.attend import plain_causal_attention, plain_linear_attention
 from kernelformer.attention.plain.biased import covers, plain_biased_attention
-from kernelformer.attention.plain.layout import is_accelerator, readable_without_sync, transforms_active
+from kernelformer.attention.plain.layout import ACCELERATORS, readable_without_sync
 from kernelformer.attention.plain.near_far import plain_near_far_attention
 from kernelformer.attention.plain.operator import run_plain
 from kernelformer.attention.plain.pairs import pairs_attention
 from kernelformer.attention.relative.call import Layout, RelativeCall, constant_beyond
 from kernelformer.attention.relative.fft import fft_attention, is_safe
 from kernelformer.attention.relative.operator import relative_attention
-from kernelformer.attention.short import direct_attention, prefers_direct
-from kernelformer.contract import PositiveSpec, lookup
+from kernelformer.attention.short import direct_attention
+from kernelformer.contract import PositiveSpec, lookup, transforms_active
 from kernelformer.errors import choice
 
 LOOPS = ("chunked", "plain")  # for every call of a feature map; "chunked" needs the least memory, and is best on a CPU
@@ -44,11 +44,10 @@ BIASED = ("direct", "fft", "windowed")  # for calls with a bias
 ALIASES = {"parallel": "plain"}  # the name of earlier versions
 # Time of a transformed number over that of a multiplication in a tile, measured; see `faster_by_fft`.
 TRANSFORM = 250.0
-
-
-def is_exporting() -> bool:
-    """Return True while `torch.export` traces a graph."""
-    return torch.compiler.is_exporting()
+LONGEST = 256  # tokens up to which the features of whole sequences are small
+# How many more operations the matrix may take, bidirectional and causal: no states are made, which are more to write
+# than to compute, and nothing runs chunk by chunk. Measured on a CPU at 16 to 256 features.
+RATES = (1.25, 1.75)
 
 
 def check_algorithm(algorithm: str | None, method: str, takes_loops: bool) -> str | None:
@@ -80,8 +79,19 @@ def takes_plain(asked: str | None, inputs: tuple[Tensor, Tensor, Tensor]) -> boo
         asked: the algorithm of the call, or None.
         inputs: queries, keys and values.
     """
-    by_device = asked is None and is_accelerator(inputs[0].device)
-    return (asked == "plain" or by_device) and not is_exporting() and all(x.numel() > 0 for x in inputs)
+    by_device = asked is None and inputs[0].device.type in ACCELERATORS
+    return (asked == "plain" or by_device) and not torch.compiler.is_exporting() and all(x.numel() > 0 for x in inputs)
+
+
+def prefers_direct(s: Shapes, *, is_causal: bool) -> bool:
+    """True if the matrix of weights costs less than sums over keys, by sizes alone."""
+    if min(s.B, s.L, s.S) == 0 or max(s.L, s.S) > LONGEST:
+        return False
+    queries = s.H // s.G * s.L
+    sums = (s.S + queries) * s.M * s.E
+    if is_causal:  # inside of its chunks `causal` has a matrix too
+        sums += queries * min(CAUSAL_CHUNK, s.S) * (s.M + s.E)
+    return queries * s.S * (s.M + s.E) <= RATES[is_causal] * sums
 
 
 def attend(
@@ -121,7 +131,7 @@ def attend(
         (B, H, L, E), and of a causal call the tensors of the state after it.
     """
     common: dict[str, Any] = {"spec": spec, "tensors": tensors, "scale": scale, "key_mask": key_mask}
-    if is_exporting() or takes_plain(algorithm, (query, key, value)):
+    if torch.compiler.is_exporting() or takes_plain(algorithm, (query, key, value)):
         if not is_causal:
             return plain_linear_attention(query, key, value, **common, normalize=normalize), None
         more: dict[str, Any] = {"normalize": normalize, "state": state, "streams": streams, "decay": decay}
@@ -153,7 +163,9 @@ def attend_near_far(
         leading: for `plain`, the number of sinks that are known to be the first keys of the call and visible.
         streams: whether the sums after the last key are wanted.
     """
-    exports = is_exporting() and not call.bias  # graphs of one length, which a bias has, may have operators of ours
+    exports = (
+        torch.compiler.is_exporting() and not call.bias
+    )  # graphs of one length, which a bias has, may have operators of ours
     if exports or (plain and not call.dropout):
         return plain_near_far_attention(call, leading=leading, streams=streams)
     if has_operators(call) and not (plain or transforms_active()):

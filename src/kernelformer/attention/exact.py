@@ -170,5 +170,5 @@ def gaussian_attention(
     Cost: O(L S (D + E)) time, O(TILE^2 H) memory beyond inputs and outputs.
     """
     no_tangents(query=query, key=key, value=value)
-    out: Tensor = OPERATOR(query, key, value, key_mask, scale, is_causal)
+    out: Tensor = OPERATOR.forward(query, key, value, key_mask, scale, is_causal)
     return out

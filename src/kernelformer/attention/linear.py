@@ -10,7 +10,6 @@ A state may also be where `causal_attention` or near/far attention goes on from.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from kernelformer.attention.blocks import (
     Shapes,
+    blocks,
     empty_rows,
     gather_grads,
     grouped,
@@ -31,138 +31,66 @@ from kernelformer.attention.blocks import (
 from kernelformer.attention.operator import Operator
 from kernelformer.attention.plain.attend import plain_key_sums, plain_read_sums
 from kernelformer.attention.positive import EMPTY, PositiveSums, bind_sums
-from kernelformer.attention.state import empty_sums
-from kernelformer.contract import Workspace, compute_dtype, lookup, no_tangents
-
-
-@dataclass(frozen=True)
-class KeyPass:
-    """All keys of some samples, chunk by chunk.
-
-    Args:
-        s: sizes of the call.
-        key: (B, G, 1, S, D).
-        value: (B, G, 1, S, E).
-        key_mask: (B, S) bool, or None.
-        block: of samples.
-        work: buffers.
-    """
-
-    s: Shapes
-    key: Tensor
-    value: Tensor
-    key_mask: Tensor | None
-    block: slice
-    work: Workspace
-
-    def _chunks(self) -> Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]:
-        """The place of each chunk, its keys (N, C, D) and values (N, C, E), and a mask of the hidden ones (N, C)."""
-        s, count = self.s, self.block.stop - self.block.start
-        for start, end in spans(s.S, s.chunk(count, s.G)):
-            at = slice(start, end)
-            hidden = self._hidden(at)
-            pair = ((self.key, "k"), (self.value, "v"))
-            k, v = (rows_of(x[self.block, :, :, at], name, self.work) for x, name in pair)
-            yield at, *visible_pair(k, v, hidden), hidden
-
-    def _hidden(self, at: slice) -> Tensor | None:
-        """The keys of a chunk that do not count, (N, C) bool; None where all do, as in most chunks under most masks."""
-        if self.key_mask is None or bool(self.key_mask[self.block, at].all()):
-            return None
-        return hidden_rows(self.key_mask, self.block, at, self.s.G, 1, at.stop - at.start)
-
-    def absorb(self, sums: PositiveSums, state: list[Tensor]) -> None:
-        """Take all keys into a state, in place."""
-        for _, k, v, hidden in self._chunks():
-            sums.absorb(state, k, v, hidden)
-
-    def backward(self, sums: PositiveSums, state: list[Tensor], grads: list[Tensor], dk: Tensor, dv: Tensor) -> None:
-        """Write the gradients of keys and values, from those of the state."""
-        for at, k, v, hidden in self._chunks():
-            pair = visible_pair(*sums.absorb_backward(state, grads, k, v, hidden), hidden)
-            for target, part in zip((dk, dv), pair, strict=True):
-                put_rows(target[self.block, :, :, at], part)
-
-
-@dataclass(frozen=True)
-class QueryPass:
-    """All queries of some samples, chunk by chunk.
-
-    Args:
-        s: sizes of the call.
-        query: (B, G, R, L, D).
-        block: of samples.
-        work: buffers.
-    """
-
-    s: Shapes
-    query: Tensor
-    block: slice
-    work: Workspace
-
-    def _spans(self) -> Iterator[slice]:
-        for start, end in spans(self.s.L, self.s.chunk(self.block.stop - self.block.start, self.s.H)):
-            yield slice(start, end)
-
-    def _rows(self, x: Tensor, name: str, at: slice) -> Tensor:
-        return rows_of(x[self.block, :, :, at], name, self.work)
-
-    def read(self, sums: PositiveSums, state: list[Tensor], out: Tensor) -> None:
-        """Write the outputs (B, G, R, L, E)."""
-        for at in self._spans():
-            put_rows(out[self.block, :, :, at], sums.read(state, self._rows(self.query, "q", at)))
-
-    def backward(
-        self, sums: PositiveSums, state: list[Tensor], grads: list[Tensor], given: tuple[Tensor, Tensor], dq: Tensor
-    ) -> None:
-        """Write the gradients of the queries, from those of the outputs and the outputs; add to those of the state."""
-        for at in self._spans():
-            x, g, y = (self._rows(t, n, at) for t, n in zip((self.query, *given), ("q", "g", "o"), strict=True))
-            put_rows(dq[self.block, :, :, at], sums.read_backward(state, grads, x, g, y))
+from kernelformer.contract import Workspace, compute_dtype, lookup
 
 
 class _Keys:
     """The arguments of `key_sums` with what its blocks share."""
 
     def __init__(self, arguments: Sequence[Any]) -> None:
-        self.key, self.value, self.key_mask, self.tensors, self.spec, self.scale, self.normalize, self.parts = arguments
+        self.key, self.value, self.key_mask, self.tensors, spec, self.scale, self.normalize, self.parts = arguments
+        self.spec = lookup(spec)
         B, G, S, D = self.key.shape
-        self.s = Shapes(B, G, G, S, S, D, self.value.shape[3], lookup(self.spec).feature_dim(self.tensors, D))
+        self.s = Shapes(B, G, G, S, S, D, self.value.shape[3], self.spec.feature_dim(self.tensors, D))
         self.work = Workspace(compute_dtype(self.key.dtype), self.key.device)
 
-    def blocks(self) -> list[slice]:
-        return [slice(first, last) for first, last in spans(self.s.B, self.s.samples())]
-
     def sums(self, block: slice, learn: bool) -> PositiveSums:
+        """Sums of the map, bound to the rows of a block of samples."""
         bound = spread(self.tensors, block, block.stop - block.start, self.s.G)
         return bind_sums(self.spec, bound, self.scale, self.normalize, learn, self.work, self.parts)
 
-    def keys(self, block: slice) -> KeyPass:
-        k5, v5 = grouped(self.key, self.s.G), grouped(self.value, self.s.G)
-        return KeyPass(self.s, k5, v5, self.key_mask, block, self.work)
-
-    def empty(self, *lead: int) -> list[Tensor]:
-        like = self.key.new_empty(0, dtype=self.work.dtype)
-        return empty_sums(lookup(self.spec), lead, self.s.M, self.s.E, like)
+    def chunks(self, block: slice) -> Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]:
+        """The place of each chunk, its keys (N, C, D) and values (N, C, E), and a mask of the hidden ones (N, C)."""
+        s, hidden, mask = self.s, None, self.key_mask
+        k5, v5 = grouped(self.key[block], s.G), grouped(self.value[block], s.G)
+        for start, end in spans(s.S, s.chunk(block.stop - block.start, s.G)):
+            at = slice(start, end)
+            k, v = rows_of(k5[:, :, :, at], "k", self.work), rows_of(v5[:, :, :, at], "v", self.work)
+            if mask is not None:  # most masks hide keys in a few chunks only
+                hidden = None if bool(mask[block, at].all()) else hidden_rows(mask, block, at, s.G, 1, end - start)
+            yield at, *((k, v) if hidden is None else visible_pair(k, v, hidden)), hidden
 
 
 def _sums(*arguments: Any) -> list[Tensor]:
     call = _Keys(arguments)
-    state = call.empty(call.s.B, call.s.G)
-    for block in call.blocks():
-        call.keys(block).absorb(call.sums(block, False), [x[block].flatten(0, 1) for x in state])
+    like = call.key.new_empty(0, dtype=call.work.dtype)
+    state = PositiveSums.empty((call.s.B, call.s.G), call.s.M, call.s.E, like)
+    for block in blocks(call.s):
+        sums, rows = call.sums(block, False), [state[0][block].flatten(0, 1), state[1][block].flatten(0, 1)]
+        for _, k, v, hidden in call.chunks(block):
+            sums.absorb(rows, k, v, hidden)
     return state
 
 
+def _fake_sums(*arguments: Any) -> list[Tensor]:
+    call = _Keys(arguments)
+    like = call.key.new_empty(0, dtype=call.work.dtype)
+    return [like.new_empty(call.s.B, call.s.G, call.s.M, x) for x in (1, call.s.E)]
+
+
 def _sums_backward(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
-    grads, state, *rest, learn = arguments
+    given, state, *rest, learn = arguments
     call = _Keys(rest)
     dk, dv = (empty_rows(x, x.shape[-1]) for x in (call.key, call.value))
     totals = [torch.zeros_like(x) for x in call.tensors] if learn else []
-    for block in call.blocks():
+    for block in blocks(call.s):
         sums = call.sums(block, learn)
-        rows, given = ([x[block].flatten(0, 1) for x in y] for y in (state, grads))
-        call.keys(block).backward(sums, rows, sums.grads_in(rows, given), grouped(dk, call.s.G), grouped(dv, call.s.G))
+        rows, grads = ([x[block].flatten(0, 1) for x in y] for y in (state, given))
+        grads, targets = sums.grads_in(rows, grads), [grouped(x[block], call.s.G) for x in (dk, dv)]
+        for at, k, v, hidden in call.chunks(block):
+            pair = visible_pair(*sums.absorb_backward(rows, grads, k, v, hidden), hidden)
+            for target, part in zip(targets, pair, strict=True):
+                put_rows(target[:, :, :, at], part)
         if learn:
             gather_grads(totals, sums.chunks.tensor_grads(), block, block.stop - block.start, call.s.G)
     return dk, dv, totals
@@ -174,7 +102,7 @@ SUMS = Operator(
     "bool parts",
     outputs="Tensor[] state",
     forward=_sums,
-    fake=lambda *arguments: [torch.empty_like(x) for x in _Keys(arguments).empty(*arguments[0].shape[:2])],
+    fake=_fake_sums,
     backward=_sums_backward,
     learned="key, value, tensors",
     plain=plain_key_sums,
@@ -185,31 +113,34 @@ class _Queries:
     """The arguments of `read_sums` with what its blocks share."""
 
     def __init__(self, arguments: Sequence[Any]) -> None:
-        self.query, self.tensors, self.state, self.spec, self.scale, self.normalize = arguments
+        self.query, self.tensors, self.state, spec, self.scale, self.normalize = arguments
+        self.spec = lookup(spec)
         B, H, L, D = self.query.shape
         _, G, M, E = self.state[1].shape
         self.s = Shapes(B, H, G, L, L, D, E, M)
         self.work = Workspace(compute_dtype(self.query.dtype), self.query.device)
 
-    def blocks(self) -> list[slice]:
-        return [slice(first, last) for first, last in spans(self.s.B, self.s.samples())]
-
     def sums(self, block: slice, learn: bool) -> PositiveSums:
+        """Sums of the map, bound to the rows of a block of samples."""
         bound = spread(self.tensors, block, block.stop - block.start, self.s.G)
         return bind_sums(self.spec, bound, self.scale, self.normalize, learn, self.work)
 
-    def queries(self, block: slice) -> QueryPass:
-        return QueryPass(self.s, grouped(self.query, self.s.G), block, self.work)
-
-    def rows(self, block: slice) -> list[Tensor]:
-        return [x[block].flatten(0, 1) for x in self.state]
+    def chunks(self, block: slice, *tensors: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
+        """The place of each chunk, and its rows (N, R C, X) of tensors (B, H, L, X)."""
+        pieces = [grouped(x[block], self.s.G) for x in tensors]
+        for start, end in spans(self.s.L, self.s.chunk(block.stop - block.start, self.s.H)):
+            at = slice(start, end)
+            yield at, [rows_of(x[:, :, :, at], f"rows {i}", self.work) for i, x in enumerate(pieces)]
 
 
 def _read(*arguments: Any) -> Tensor:
     call = _Queries(arguments)
     out = empty_rows(call.query, call.s.E)
-    for block in call.blocks():
-        call.queries(block).read(call.sums(block, False), call.rows(block), grouped(out, call.s.G))
+    for block in blocks(call.s):
+        sums, rows = call.sums(block, False), [x[block].flatten(0, 1) for x in call.state]
+        target = grouped(out[block], call.s.G)
+        for at, (x,) in call.chunks(block, call.query):
+            put_rows(target[:, :, :, at], sums.read(rows, x))
     return out
 
 
@@ -223,11 +154,11 @@ def _read_backward(*arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]
     call = _Queries(rest)
     dq, state_grads = empty_rows(call.query, call.s.D), [torch.empty_like(x) for x in call.state]
     totals = [torch.zeros_like(x) for x in call.tensors] if learn else []
-    g5, out5, dq5 = (grouped(x, call.s.G) for x in (grad, out, dq))
-    for block in call.blocks():
-        sums, rows = call.sums(block, learn), call.rows(block)
-        grads = sums.zero_grads(rows)
-        call.queries(block).backward(sums, rows, grads, (g5, out5), dq5)
+    for block in blocks(call.s):
+        sums, rows = call.sums(block, learn), [x[block].flatten(0, 1) for x in call.state]
+        grads, target = sums.zero_grads(rows), grouped(dq[block], call.s.G)
+        for at, (x, g, y) in call.chunks(block, call.query, grad, out):
+            put_rows(target[:, :, :, at], sums.read_backward(rows, grads, x, g, y))
         for whole, part in zip(state_grads, sums.grads_out(rows, grads), strict=True):
             whole[block] = part.view(whole[block].shape)
         if learn:
@@ -275,8 +206,7 @@ def key_sums(
     Returns:
         tensors (B, G, ...) as an `Engine` keeps them.
     """
-    no_tangents(key=key, value=value, a_parameter_of_the_feature_map=tensors)
-    state: list[Tensor] = SUMS(key, value, key_mask, list(tensors), spec, scale, normalize, parts)
+    state: list[Tensor] = SUMS.forward(key, value, key_mask, list(tensors), spec, scale, normalize, parts)
     return state
 
 
@@ -290,9 +220,8 @@ def read_sums(
     normalize: bool = True,
 ) -> Tensor:
     """Attend to the keys of a state: (B, H, L, D) -> (B, H, L, E); arguments as those of `key_sums`."""
-    no_tangents(query=query, a_parameter_of_the_feature_map=tensors, state=state)
     dtype = compute_dtype(query.dtype)
-    out: Tensor = READ(query, list(tensors), [x.to(dtype) for x in state], spec, scale, normalize)
+    out: Tensor = READ.forward(query, list(tensors), [x.to(dtype) for x in state], spec, scale, normalize)
     return out
 
 
@@ -328,8 +257,8 @@ def linear_attention(
 
 def _linear(*arguments: Any) -> tuple[Tensor, list[Tensor]]:
     query, key, value, key_mask, tensors, spec, scale, normalize = arguments
-    state = SUMS(key, value, key_mask, tensors, spec, scale, normalize, False)
-    return READ(query, tensors, state, spec, scale, normalize), state
+    state = SUMS.forward(key, value, key_mask, tensors, spec, scale, normalize, False)
+    return READ.forward(query, tensors, state, spec, scale, normalize), state
 
 
 # The name in graphs of earlier versions.

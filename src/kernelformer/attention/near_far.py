@@ -20,7 +20,7 @@ from kernelformer.attention.near_far_call import SETTINGS, TENSORS, NearFarCall
 from kernelformer.attention.operator import Operator
 from kernelformer.attention.plain.near_far import plain_outputs
 from kernelformer.attention.strips import Grads, Pass, Results, Strips
-from kernelformer.contract import compute_dtype, no_tangents
+from kernelformer.contract import compute_dtype
 
 NUM_RESULTS = len(Results._fields)
 
@@ -92,11 +92,9 @@ def near_far_attention(call: NearFarCall) -> tuple[Tensor, list[Tensor]]:
     Cost: O(L (w + C) (D + E) + L M (D + E)) time for chunks of C queries; memory beyond inputs and outputs is a few
     buffers and a number per row.
     """
-    no_tangents(query=call.query, key=call.key, value=call.value, a_parameter_of_the_feature_map=call.tensors)
-    no_tangents(bias=call.bias, state=[*call.state, *call.right_state], beta=call.beta, sinks=call.sinks)
     arguments = call.tensor_arguments
     keep = torch.is_grad_enabled() and any(
         x.requires_grad for y in arguments if y is not None for x in (y if isinstance(y, list) else [y])
     )
-    out, _, _, _, end, _ = OPERATOR(*arguments, *call.settings, keep)
+    out, _, _, _, end, _ = OPERATOR.forward(*arguments, *call.settings, keep)
     return out, end

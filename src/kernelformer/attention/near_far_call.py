@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -113,25 +114,25 @@ class NearFarCall:
     @property
     def tensor_arguments(self) -> tuple[Any, ...]:
         """The arguments of an operator that `TENSORS` declares."""
-        given = (getattr(self, name) for name in NAMES[:NUM_TENSORS])
-        return tuple(list(x) if isinstance(x, list | tuple) else x for x in given)
+        given = [getattr(self, name) for name in NAMES[:NUM_TENSORS]]
+        return tuple([list(x) if isinstance(x, list | tuple) else x for x in given])
 
     @property
     def settings(self) -> tuple[Any, ...]:
         """The arguments of an operator that `SETTINGS` declares."""
-        return tuple(getattr(self, name) for name in NAMES[NUM_TENSORS:])
+        return tuple([getattr(self, name) for name in NAMES[NUM_TENSORS:]])
 
     @staticmethod
     def of(arguments: Sequence[Any]) -> NearFarCall:
         """The call that an operator's arguments stand for."""
         return NearFarCall(**dict(zip(NAMES, arguments, strict=True)))
 
-    @property
+    @cached_property
     def features(self) -> int:
         """M; 0 without a far part."""
         return lookup(self.spec).feature_dim(self.tensors, self.query.shape[3]) if self.spec else 0
 
-    @property
+    @cached_property
     def shapes(self) -> Shapes:
         """Sizes of the call, by its widest buffer."""
         width = self.sinks[2].shape[1] if self.sinks else 0

@@ -69,10 +69,6 @@ class Operator:
         self.backward.register_fake(fake_backward or self._fake_backward)
         self.forward.register_autograd(self._grad, setup_context=self._save)
 
-    def __call__(self, *inputs: Any) -> Any:
-        """Run the operator."""
-        return self.forward(*inputs)
-
     def _fake_backward(self, *arguments: Any) -> Any:
         rest = arguments[len(self._given) + len(self._kept) :]
         inputs: dict[str, Any] = dict(zip(self._inputs, rest, strict=False))

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernelformer.contract import PositiveChunks, PositiveSpec, Workspace, lookup
+from kernelformer.contract import PositiveChunks, PositiveSpec, Spec, Workspace
 
 EMPTY = -1e30  # log mass of no keys: vanishes against any real one, and differences of it stay finite
 
@@ -181,6 +181,11 @@ class PositiveSums:
     def __init__(self, chunks: PositiveChunks, normalize: bool, work: Workspace) -> None:
         self.chunks, self.normalize, self.work = chunks, normalize, work
         self.turn = False
+
+    @staticmethod
+    def empty(lead: tuple[int, ...], features: int, width: int, like: Tensor) -> list[Tensor]:
+        """No mass, and a mean that adds nothing."""
+        return [like.new_full((*lead, features, 1), EMPTY), like.new_zeros(*lead, features, width)]
 
     @staticmethod
     def zero_grads(state: Tensors) -> list[Tensor]:
@@ -443,7 +448,7 @@ def _later(
 
 
 def bind_sums(
-    spec: str,
+    spec: Spec,
     tensors: Tensors,
     scale: float,
     normalize: bool,
@@ -451,7 +456,7 @@ def bind_sums(
     work: Workspace,
     parts: bool = False,
 ) -> PositiveSums:
-    """Sums of a map by its name in `contract.lookup`.
+    """Sums of a positive map.
 
     Args:
         spec: of the map.
@@ -462,7 +467,6 @@ def bind_sums(
         work: buffers.
         parts: the sums are merged with weights of another kind, so that nothing may be left out of the features.
     """
-    known = lookup(spec)
-    if not isinstance(known, PositiveSpec):
+    if not isinstance(spec, PositiveSpec):
         raise TypeError(f"these sums are of positive maps, got {spec}; use attention.dispatch.attend, which takes all.")
-    return PositiveSums(known.bind(tensors, scale, normalize and not parts, learn), normalize, work)
+    return PositiveSums(spec.bind(tensors, scale, normalize and not parts, learn), normalize, work)

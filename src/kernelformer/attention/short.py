@@ -3,8 +3,8 @@
     w_ij = phi(q_i) . phi(k_j)        out_i = sum_j w_ij v_j / sum_j w_ij
 
 The same numbers as `linear` and `causal`, which sum over keys first: that costs M E operations a key and a query, and
-a state of M E numbers a sequence; the matrix costs M + E a pair. Where keys are few that is less (`prefers_direct`),
-and no state is made.
+a state of M E numbers a sequence; the matrix costs M + E a pair. Where keys are few that is less
+(`dispatch.prefers_direct`), and no state is made.
 
 Cost: O((L + S) M D + L S (M + E)) time; memory beyond inputs and outputs is a few buffers of `blocks.BUFFER` numbers,
 or those of one sample. The backward pass keeps the inputs, the output and one number per query, and maps all again.
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from kernelformer.attention.blocks import (
-    CAUSAL_CHUNK,
     Shapes,
     empty_rows,
     gather_grads,
@@ -35,7 +34,7 @@ from kernelformer.attention.blocks import (
 from kernelformer.attention.operator import Operator
 from kernelformer.attention.plain.attend import plain_causal_attention, plain_linear_attention
 from kernelformer.attention.positive import EMPTY, Rescue, rescue_backward, rescued_rows
-from kernelformer.contract import PositiveChunks, PositiveSpec, Workspace, compute_dtype, lookup, no_tangents
+from kernelformer.contract import PositiveChunks, PositiveSpec, Workspace, compute_dtype, lookup
 
 LOST = 1e-20  # rows with less are weighed again: one over it times gradients stays within float32
 
@@ -143,23 +142,6 @@ class DirectWeights:
             shares = pairs.flatten(1).softmax(1).view_as(pairs)  # not by `log`, whose rounding they would have
             nothing, none = torch.zeros_like(lq), v.new_zeros(self.s.M, v.shape[2])
             yield row, index, Rescue(one, q, k, shares, nothing, none, torch.ones_like(log).unsqueeze(1), log)
-
-
-LONGEST = 256  # tokens up to which the features of whole sequences are small
-# How many more operations the matrix may take, bidirectional and causal: no states are made, which are more to write
-# than to compute, and nothing runs chunk by chunk. Measured on a CPU at 16 to 256 features.
-RATES = (1.25, 1.75)
-
-
-def prefers_direct(s: Shapes, *, is_causal: bool) -> bool:
-    """True if the matrix of weights costs less than sums over keys, by sizes alone."""
-    if min(s.B, s.L, s.S) == 0 or max(s.L, s.S) > LONGEST:
-        return False
-    queries = s.R * s.L
-    sums = (s.S + queries) * s.M * s.E
-    if is_causal:  # inside of its chunks `causal` has a matrix too
-        sums += queries * min(CAUSAL_CHUNK, s.S) * (s.M + s.E)
-    return queries * s.S * (s.M + s.E) <= RATES[is_causal] * sums
 
 
 class _Block:
@@ -287,6 +269,5 @@ def direct_attention(
     Returns:
         (B, H, L, E) in the dtype of the query; rows without a visible key are zero.
     """
-    no_tangents(query=query, key=key, value=value, a_parameter_of_the_feature_map=tensors)
-    out: Tensor = OPERATOR(query, key, value, key_mask, list(tensors), spec, scale, is_causal)[0]
+    out: Tensor = OPERATOR.forward(query, key, value, key_mask, list(tensors), spec, scale, is_causal)[0]
     return out

@@ -30,7 +30,6 @@ from kernelformer.attention import positive
 from kernelformer.attention.blocks import empty_rows, gather_grads, grouped, rows_of, spans, spread, visible_pair
 from kernelformer.attention.near_far_call import NearBias, NearFarCall, Sinks, near_blocks
 from kernelformer.attention.positive import EMPTY, PositiveSums, Rescue, rescue_backward, rescued_rows, softmax_mass
-from kernelformer.attention.state import empty_sums
 from kernelformer.contract import PositiveChunks, PositiveSpec, Workspace, compute_dtype, lookup
 
 NOTHING = -EMPTY  # log denominator of a row that sees no key: no weight is anything against it
@@ -323,7 +322,7 @@ class Results(NamedTuple):
         s, dtype, query = call.shapes, compute_dtype(call.query.dtype), call.query
         sides = 0 if not call.spec else 1 if call.is_causal else 2
         like = query.new_empty(0, dtype=dtype)
-        states = empty_sums(lookup(call.spec), (s.B, s.G), call.features, s.E, like) if sides else []
+        states = PositiveSums.empty((s.B, s.G), call.features, s.E, like) if sides else []
         size, together = s.causal(s.samples())
         total = query.new_empty(s.B, s.H, s.L, dtype=dtype)
         return Results(
@@ -410,7 +409,7 @@ class Pass:
     def empty(self) -> list[Tensor]:
         """Sums of no keys, (N, ...)."""
         like = self.call.query.new_empty(0, dtype=self.work.dtype)
-        return empty_sums(lookup(self.call.spec), (self.N,), self.call.features, self.s.E, like)
+        return PositiveSums.empty((self.N,), self.call.features, self.s.E, like)
 
     def sums(self) -> PositiveSums:
         """Sums over keys, and their gradients."""

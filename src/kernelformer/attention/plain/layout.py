@@ -21,12 +21,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 SEGMENT = 1 << 24  # numbers of a mapped tensor on an accelerator: 64 MiB in float32
 CPU_SEGMENT = 1 << 20  # on a CPU: its caches hold what a segment works on
-ACCELERATORS = ("cuda", "mps", "xpu")
+ACCELERATORS = ("cuda", "mps", "xpu")  # devices that wait for launches rather than for arithmetic
 SHORTEST = 1024  # tokens; samples are taken apart before segments become shorter
 CHUNK = 64  # tokens of a causal chunk
 BLOCK = 8  # tokens of a block of a chunk
@@ -56,11 +55,6 @@ def causal_chunk(length: int) -> int:
     return size
 
 
-def is_accelerator(device: torch.device) -> bool:
-    """True for devices that wait for launches rather than for arithmetic."""
-    return device.type in ACCELERATORS
-
-
 def readable_without_sync(x: Tensor) -> bool:
     """Return True if reading a number needs no synchronization with a device and no compiled graph is traced."""
     return not torch.compiler.is_compiling() and x.device.type == "cpu"
@@ -68,7 +62,7 @@ def readable_without_sync(x: Tensor) -> bool:
 
 def segment_numbers(device: torch.device) -> int:
     """Numbers of a mapped tensor of a segment."""
-    return SEGMENT if is_accelerator(device) else CPU_SEGMENT
+    return SEGMENT if device.type in ACCELERATORS else CPU_SEGMENT
 
 
 def spans(like: Tensor, row_numbers: int, multiple: int, axis: int = 2) -> list[tuple[int, int]]:
@@ -162,13 +156,6 @@ def recomputed(function: Callable[..., T], *arguments: Any, learned: Sequence[Te
         return function(*arguments)
     result: T = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
     return result
-
-
-def transforms_active() -> bool:
-    """True within transforms of `torch.func` and forward-mode AD: operators have no rules for them."""
-    if torch.compiler.is_compiling():
-        return False
-    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 @contextmanager

@@ -182,7 +182,7 @@ def _grad(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     tensors, outs = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
     given = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, outs, strict=True)]
     found = iter(_backward(given, list(tensors), ctx.form, ctx.sizes))
-    return [next(found) if x.is_floating_point() else None for x in tensors], None, None
+    return [next(found) if x.is_floating_point() else None for x in tensors], None, None if ctx.sizes else []
 
 
 _forward.register_autograd(_grad, setup_context=_save)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernelformer.attention.blocks import gather_grads
 from kernelformer.attention.operator import plain_grads
-from kernelformer.attention.plain.layout import autograd_inside, transforms_active
+from kernelformer.attention.plain.layout import autograd_inside
 from kernelformer.attention.plain.pairs import BiasPairs, Rows, end_sums, pairs_attention, prepared, with_exact_rows
 from kernelformer.attention.relative.banded import AGAIN, Banded, BandedBackward, BandedCall
 from kernelformer.attention.relative.call import (
@@ -28,7 +28,7 @@ from kernelformer.attention.relative.call import (
     flatten,
     unflatten,
 )
-from kernelformer.contract import PositiveSpec, compute_dtype, lookup, no_tangents
+from kernelformer.contract import PositiveSpec, compute_dtype, lookup, no_tangents, transforms_active
 
 OUTPUTS = "Tensor out, Tensor units, Tensor inverses"  # as the operators name what the backward pass needs of them
 FORWARD = f"({TENSORS}, {SETTINGS}, SymInt keep) -> (Tensor, Tensor, Tensor, Tensor[])"
