@@ -141,3 +141,11 @@ class NearFarCall:
             left, right = near_blocks(self.window, size, self.is_causal)
             width += size * (left + 1 + right)
         return Shapes.of(self.query, self.key, self.value, self.features + width)
+
+    @cached_property
+    def blocks(self) -> tuple[int, int]:
+        """Queries of a block, and blocks of a group: not so few that mapping the keys around them costs more."""
+        s = self.shapes
+        size, together = s.causal(s.samples())
+        around = sum(near_blocks(self.window, size, self.is_causal))
+        return size, min(max(together, min(8 * around, 24)), max(1, -(-max(s.L, s.S) // size)))

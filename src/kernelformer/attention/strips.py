@@ -79,7 +79,7 @@ class Strips:
         self.dtype = compute_dtype(call.query.dtype)
         self.work = Workspace(self.dtype, call.query.device)
         self.samples = s.samples()
-        self.size, self.together = s.causal(self.samples)
+        self.size, self.together = call.blocks
         # No farther than there are keys.
         reach = (max(s.L, 1) - 1 + call.offset, s.S - 1 - call.offset)
         self.left, self.right = (
@@ -323,7 +323,7 @@ class Results(NamedTuple):
         sides = 0 if not call.spec else 1 if call.is_causal else 2
         like = query.new_empty(0, dtype=dtype)
         states = PositiveSums.empty((s.B, s.G), call.features, s.E, like) if sides else []
-        size, together = s.causal(s.samples())
+        size, together = call.blocks
         total = query.new_empty(s.B, s.H, s.L, dtype=dtype)
         return Results(
             empty_rows(query, s.E),

@@ -236,9 +236,9 @@ class WildcatSpec(SignedSpec):
         x = x.to(landmarks.dtype)
         centre, tau, offset = centre.unsqueeze(-2), tau.unsqueeze(-1), offset.unsqueeze(-2)
         seen = (x - centre) * (math.sqrt(scale) / tau) if role == "key" else x * (math.sqrt(scale) * tau)
-        logs = seen @ landmarks.transpose(-1, -2) + offset
+        logs = (seen @ landmarks.transpose(-1, -2)).add_(offset)
         top = _finite(logs.detach().amax(-1, keepdim=True))
-        phi = (logs - top).exp() @ root
+        phi = logs.sub_(top).exp_() @ root
         return phi, top if role == "key" else top + scale * (x @ centre.transpose(-1, -2))
 
 
