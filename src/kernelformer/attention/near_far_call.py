@@ -147,5 +147,5 @@ class NearFarCall:
         """Queries of a block, and blocks of a group: not so few that mapping the keys around them costs more."""
         s = self.shapes
         size, together = s.causal(s.samples())
-        around = sum(near_blocks(self.window, size, self.is_causal))
-        return size, min(max(together, min(8 * around, 24)), max(1, -(-max(s.L, s.S) // size)))
+        around = sum(near_blocks(self.window, size, self.is_causal)) if self.spec else 0
+        return size, min(max(together, min(2 * around, 24)), max(1, -(-max(s.L, s.S) // size)))
