@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT, ROUNDS, SECONDS = Path(__file__).resolve().parents[1], 5, 0.4
+ROOT, ROUNDS, SECONDS = Path(__file__).resolve().parents[1], 4, 0.4
 FEATURES, FEW, MARKS, CAUSAL = {"num_features": 256}, {"num_features": 64}, {"num_landmarks": 128}, {"is_causal": True}
 NEAR, LEVEL = {"window": 64, "sinks": 4}, {"max_distance": 128}
 # Method, its options, its call, and the number of samples; a call's bias is made of its max_distance.
