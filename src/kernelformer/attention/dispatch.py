@@ -163,9 +163,8 @@ def attend_near_far(
         leading: for `plain`, the number of sinks that are known to be the first keys of the call and visible.
         streams: whether the sums after the last key are wanted.
     """
-    exports = (
-        torch.compiler.is_exporting() and not call.bias
-    )  # graphs of one length, which a bias has, may have operators of ours
+    # Graphs of one length, which a bias has, may have operators of ours.
+    exports = torch.compiler.is_exporting() and not call.bias
     if exports or (plain and not call.dropout):
         return plain_near_far_attention(call, leading=leading, streams=streams)
     if has_operators(call) and not (plain or transforms_active()):

@@ -92,7 +92,7 @@ class RelativeCall:
     window is not in the sums. phi is the map as it is bound under normalization (`PositiveSpec.log_shares`,
     `SignedSpec.features` with ``normalize=True``), which leaves out the same of all keys. ns counts for maps with a
     guard, for others it may be 0. A side without keys has ``shift = EMPTY`` and zeros, or no tensors at all.
-    `sums_of_state` makes these tensors of an engine's state.
+    `sums_of_state` makes these tensors of the state of a map.
 
     The shift is a gauge, since only exp(shift) times the sums counts: autograd takes it for a constant, and gradients
     go to kv, ks and ns alone. A shift made of what is learned needs its gradient put into the sums, as `sums_of_state`
