@@ -16,7 +16,7 @@ from kernelformer_lab.bench.timing import Step
 from kernelformer_lab.studies import encoder
 from kernelformer_lab.studies import encoder as measured
 from kernelformer_lab.studies.base import Record
-from kernelformer_lab.studies.encoder import Case, EncoderSettings, Size, build, cases, measure, measure_memory, step
+from kernelformer_lab.studies.encoder import Case, EncoderSettings, Size, build, cases, measure, step
 
 pytestmark = pytest.mark.usefixtures("quick_gc")
 
@@ -211,7 +211,7 @@ def test_what_would_not_fit_and_what_fails_is_marked_too(tiny, tmp_path, monkeyp
 
 def test_memory_is_the_peak_of_a_step():
     wide = Case("wide", 1, 16, 2048, 1, 8192)  # 64 MiB before and after the activation, and both are kept for training
-    result = measure_memory(wide, {kind: ["opt"] for kind in PASSES})
+    result = encoder.job("memory", wide, {kind: ["opt"] for kind in PASSES}, EncoderSettings())  # in a fresh process
     forward, train = (result[kind]["opt"]["peak"] / 2**20 for kind in PASSES)
     assert 120 < forward < 150
     assert 180 < train < 240

@@ -310,7 +310,7 @@ def _measure(kind: str, case: Case, rows: Sequence[Row], settings: EncoderSettin
 
 
 def job(kind: str, case: Case, wanted: dict[str, list[str]], settings: EncoderSettings) -> dict[str, Any]:
-    """Run `measure.encoder.measure` in a process of its own: {pass: {attention: figures}}."""
+    """Run `measure` in a process of its own: {pass: {attention: figures}}."""
     return run_in_process(
         measure,
         threads=torch.get_num_threads(),
