@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 
 import kernelformer as kf
+from kernelformer.attention import strips
+from kernelformer.attention.plain import pairs
 from kernelformer.feature_maps import FormulaMap
 from kernelformer.modules import KernelCore
 from kernelformer.modules.reference import reference_attention
@@ -271,3 +273,11 @@ def padding(B: int, S: int) -> torch.Tensor:
         mask[1, S - S // 3 :] = False
         mask[1, S // 2] = False
     return mask
+
+
+def count_rescues(monkeypatch) -> list[int]:
+    """Numbers of rows that are computed again in log space, from now on."""
+    done, exact_rows, rescue = [], pairs.exact_rows, strips.Pass._rescue
+    monkeypatch.setattr(pairs, "exact_rows", lambda *a: done.append(len(a[3])) or exact_rows(*a))
+    monkeypatch.setattr(strips.Pass, "_rescue", lambda *a: done.append(len(a[-1])) or rescue(*a))
+    return done

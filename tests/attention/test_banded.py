@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kernelformer as kf
-from kernelformer.attention.relative import banded
+from kernelformer.attention import blocks
 from kernelformer.modules.reference import reference_attention
 
 H, D, E = 2, 5, 3
@@ -49,9 +49,9 @@ def folded(grad, index):
         (65, 65, 0, False, False),
     ],
 )
-@pytest.mark.parametrize("room", [banded.BUFFER, 2000], ids=["one segment", "segments of two chunks"])
+@pytest.mark.parametrize("room", [blocks.BUFFER, 2000], ids=["one segment", "segments of two chunks"])
 def test_bands_are_their_definition_with_all_gradients(monkeypatch, L, S, window, causal, masked, room):
-    monkeypatch.setattr(banded, "BUFFER", room)
+    monkeypatch.setattr(blocks, "BUFFER", room)
     attention, leaves = core("nprf" if causal else "favor+"), [x.requires_grad_() for x in inputs(L, S)]
     table, index = bias_within(window, L, S)
     bias, same = table.clone().requires_grad_(), table.clone().requires_grad_()

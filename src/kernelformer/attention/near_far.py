@@ -18,7 +18,9 @@ from torch import Tensor
 
 from kernelformer.attention.near_far_call import SETTINGS, TENSORS, NearFarCall
 from kernelformer.attention.operator import Operator
-from kernelformer.attention.plain.near_far import plain_outputs
+from kernelformer.attention.plain.near_far import plain_near_far_attention, plain_outputs
+from kernelformer.attention.plain.pairs import pairs_attention
+from kernelformer.attention.relative.call import Layout, RelativeCall, state_of_sums, sums_of_state
 from kernelformer.attention.strips import Grads, Pass, Results, Strips
 from kernelformer.contract import compute_dtype
 
@@ -28,7 +30,11 @@ NUM_RESULTS = len(Results._fields)
 def _forward(*arguments: Any) -> tuple[Any, ...]:
     *inputs, keep = arguments
     call = NearFarCall.of(inputs)
-    results, st = Results.empty(call, keep), Strips(call)
+    results = Results.empty(call, keep)
+    if len(call.bias) > 2:  # a slope, in graphs of earlier versions
+        out, end = plain_near_far_attention(call, streams=call.is_causal)
+        return tuple(results._replace(out=out, end_state=end))
+    st = Strips(call)
     for block in st.sample_blocks():
         Pass(st, block).forward(results)
     return tuple(results)
@@ -65,6 +71,34 @@ def _fake_backward(*arguments: Any) -> tuple[Any, ...]:
     )
 
 
+def _plain(keep: bool, **inputs: Any) -> tuple[Tensor, list[Tensor]] | None:
+    call = NearFarCall(**inputs)
+    if not call.is_level:
+        return plain_outputs(keep, **inputs)
+    s, reach, (band, (left, right)) = call.shapes, call.reach, call.bias
+    distance = torch.arange(1 - s.L, s.S, device=call.query.device) - call.offset
+    table = torch.cat([left.unsqueeze(1), band, right.unsqueeze(1)], 1)
+    out, end = pairs_attention(
+        RelativeCall(
+            query=call.query,
+            key=call.key,
+            value=call.value,
+            bias=table[:, distance.add_(reach).clamp_(0, 2 * reach)],
+            spec=call.spec,
+            tensors=call.tensors,
+            scale=call.far_scale,
+            layout=Layout(s.L, s.S, call.offset),
+            key_mask=call.key_mask,
+            is_causal=call.is_causal,
+            window=reach,
+            state=sums_of_state(call.state, True) if call.state else (),
+            right_state=sums_of_state(call.right_state, True) if call.right_state else (),
+        ),
+        keep=max(0, s.S - call.offset - s.L + reach) if call.is_causal else None,
+    )
+    return out, state_of_sums(end) if end else []
+
+
 OPERATOR = Operator(
     "near_far_attention",
     inputs=f"{TENSORS}, {SETTINGS}, bool keep",
@@ -75,7 +109,7 @@ OPERATOR = Operator(
     learned="query, key, value, sinks, bias, tensors, beta, state, right_state",
     given="out, end_state",
     fake_backward=_fake_backward,
-    plain=plain_outputs,
+    plain=_plain,
 )
 
 

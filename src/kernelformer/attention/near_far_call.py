@@ -45,8 +45,9 @@ class NearBias(NamedTuple):
     """A relative bias of the near part.
 
     Args:
-        band: (H, 2 w - 1) over distances j - i from -(w - 1) to w - 1.
-        tails: (2, H), at distance w on the left and, at least 1, on the right, for sinks beyond the window.
+        band: (H, 2 w - 1) over distances j - i from -(w - 1) to w - 1. Without a window and sinks it may be
+            (H, 2 r - 1), the bias of the far pairs.
+        tails: (2, H), at distance w or r on the left and, at least 1, on the right, for sinks beyond the window.
         slope: (H), what the tails fall by per token, or None.
     """
 
@@ -127,6 +128,16 @@ class NearFarCall:
         """The call that an operator's arguments stand for."""
         return NearFarCall(**dict(zip(NAMES, arguments, strict=True)))
 
+    @property
+    def reach(self) -> int:
+        """Distance beyond which keys are in sums only: the window, or that of the bias where there is no near part."""
+        return max(self.window, (self.bias[0].shape[1] + 1) // 2 if self.bias else 0)
+
+    @property
+    def is_level(self) -> bool:
+        """True if the bias is that of far pairs: it is constant from `reach` on, and there is no near part."""
+        return self.reach > self.window
+
     @cached_property
     def features(self) -> int:
         """M; 0 without a far part."""
@@ -136,9 +147,9 @@ class NearFarCall:
     def shapes(self) -> Shapes:
         """Sizes of the call, by its widest buffer."""
         width = self.sinks[2].shape[1] if self.sinks else 0
-        if self.window:
+        if self.reach:
             size = Shapes.of(self.query, self.key, self.value, max(1, self.features)).causal(1)[0]
-            left, right = near_blocks(self.window, size, self.is_causal)
+            left, right = near_blocks(self.reach, size, self.is_causal)
             width += size * (left + 1 + right)
         return Shapes.of(self.query, self.key, self.value, self.features + width)
 
@@ -147,5 +158,5 @@ class NearFarCall:
         """Queries of a block, and blocks of a group: not so few that mapping the keys around them costs more."""
         s = self.shapes
         size, together = s.causal(s.samples())
-        around = sum(near_blocks(self.window, size, self.is_causal)) if self.spec else 0
-        return size, min(max(together, min(2 * around, 24)), max(1, -(-max(s.L, s.S) // size)))
+        around = near_blocks(self.reach, size, self.is_causal)[0] if self.spec else 0
+        return size, min(max(together, min(4 * around, 24)), max(1, -(-max(s.L, s.S) // size)))

@@ -84,6 +84,7 @@ class RescueGrads:
 
     query: Tensor  # (r, M), of the log features
     key: Tensor  # (M, C), of the log features
+    pair: Tensor  # (r, C), of the log weights of pairs
     value: Tensor  # (C, E)
     kv_before: Tensor  # (M, E)
     mass_before: Tensor  # (M, 1)
@@ -96,7 +97,9 @@ def rescue_backward(r: Rescue, g: Tensor, out: Tensor, v: Tensor, normalize: boo
     pairs = r.shares * (g @ v.T + delta).unsqueeze(1)
     past = r.shares_before * (g @ r.mean.T + delta)
     value = r.shares.sum(1).T @ g
-    return RescueGrads(pairs.sum(2) + past, pairs.sum(0), value, r.shares_before.T @ g, r.shares_before.T @ delta)
+    return RescueGrads(
+        pairs.sum(2) + past, pairs.sum(0), pairs.sum(1), value, r.shares_before.T @ g, r.shares_before.T @ delta
+    )
 
 
 LOST = 1e-30  # a causal row that sees less of its mixture than this is computed again in log space
@@ -104,12 +107,8 @@ LOST = 1e-30  # a causal row that sees less of its mixture than this is computed
 Tensors = Sequence[Tensor]  # log_mass (N, M, 1), mean (N, M, E)
 
 
-def _key_logits(
-    chunks: PositiveChunks, x: Tensor, hidden: Tensor | None, fill: float, out: Tensor, log: Tensor | None = None
-) -> Tensor:
+def _key_logits(chunks: PositiveChunks, x: Tensor, hidden: Tensor | None, fill: float, out: Tensor) -> Tensor:
     logits = chunks.keys(x, out)
-    if log is not None:
-        logits.add_(log)
     return logits if hidden is None else logits.masked_fill_(hidden.unsqueeze(1), fill)
 
 
@@ -205,13 +204,11 @@ class PositiveSums:
         real = state[0] > EMPTY / 2
         return [(d_mass + (d_kv * state[1]).sum(-1, keepdim=True)) * real, d_kv * real]
 
-    def absorb(
-        self, state: list[Tensor], x: Tensor, v: Tensor, hidden: Tensor | None, log: Tensor | None = None
-    ) -> None:
-        """Merge the chunk's mass and mean into the running ones; ``log`` (N, 1, C): log factors of the keys."""
+    def absorb(self, state: list[Tensor], x: Tensor, v: Tensor, hidden: Tensor | None) -> None:
+        """Merge the chunk's mass and mean into the running ones."""
         log_mass, mean = state
         buffer = self.work.take("keys", x.shape[0], mean.shape[1], x.shape[1])
-        p = _key_logits(self.chunks, x, hidden, EMPTY, buffer, log)
+        p = _key_logits(self.chunks, x, hidden, EMPTY, buffer)
         mass = softmax_mass(p)
         total = torch.logaddexp(log_mass, mass)
         new = torch.bmm(p, v, out=self.work.take("kv", *mean.shape))
@@ -254,12 +251,12 @@ class PositiveSums:
         return self.chunks.vjp_queries(x, slope.mul_(weights), self.work.take("dxq", *x.shape))
 
     def absorb_backward(
-        self, state: Tensors, grads: Tensors, x: Tensor, v: Tensor, hidden: Tensor | None, log: Tensor | None = None
+        self, state: Tensors, grads: Tensors, x: Tensor, v: Tensor, hidden: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """``d l_m(k_j) = p(j | m) (d_kv_m . v_j + d_mass_m)``."""
         d_kv, d_mass = grads
         size = (x.shape[0], d_kv.shape[1], x.shape[1])
-        p = _key_logits(self.chunks, x, hidden, -torch.inf, self.work.take("keys", *size), log)
+        p = _key_logits(self.chunks, x, hidden, -torch.inf, self.work.take("keys", *size))
         p.sub_(state[0]).exp_()
         dv = torch.bmm(p.transpose(1, 2), d_kv, out=self.work.take("dv", *v.shape))
         slope = torch.baddbmm(d_mass, d_kv, v.transpose(1, 2), out=self.work.take("slope", *size))

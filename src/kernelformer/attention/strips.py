@@ -1,15 +1,18 @@
 """Near/far attention of a positive map, or of no map, block by block.
 
 A block of C queries meets a strip of key blocks: its own and those that its window reaches into. A pair of tokens in
-the strip is near, far or not visible, with weight exp(s_ij), phi(q_i) . phi(k_j) or 0: one matrix of weights, and one
-product with the values. All other keys are far from every query of the block. Their sums on the left and, where later
-keys count too, on the right are merged in one state a block, feature by feature (`positive` has the state's algebra):
+the strip is near, far or not visible, with weight exp(s_ij), f_ij phi(q_i) . phi(k_j) or 0. All other keys are far from
+every query of the block. Their sums on the left and, where later keys count too, on the right are merged in one state a
+block, feature by feature (`positive` has the state's algebra). With A_m the largest logarithm of these sums, and of
+those of the strips' blocks, of a group of blocks:
 
-    A_m = log sum over left, right and strip of phi_m(k_j)          p_im = phi_m(q_i) e^(A_m) / max_m(...)
-    out_i = sum_strip W_ij v_j + sum_m W_im mean_m                  W divided by the sum of near and far weights
+    p_im = softmax_m (log phi_m(q_i) + A_m)          phi'_jm = phi_m(k_j) e^(-A_m)
+    out_i = sum_near W_ij v_j + sum_far W_ij v_j + sum_m W_im mean_m          W_ij = f_ij sum_m p_im phi'_jm if far,
+                                                                             divided by the sum of all weights
 
-Rows that see too little of their mixture, since a key of the strip that they do not see dwarfs all others, are computed
-again in log space.
+f_ij is 1 and strips end with the window; or, where there are no near keys, e^(b_{j-i}) for a relative bias b that is
+constant beyond the strips. Rows that see too little of their mixture, since a key of the group that they do not see
+dwarfs all others, are computed again in log space.
 
 Groups of blocks are worked on at once. Rows are ordered by (block, sample, key head), so that the key blocks at one
 place of all strips are a slice of one buffer. The sums on the right come from a pass over the keys from the end, their
@@ -33,20 +36,6 @@ from kernelformer.attention.positive import EMPTY, PositiveSums, Rescue, rescue_
 from kernelformer.contract import PositiveChunks, PositiveSpec, Workspace, compute_dtype, lookup
 
 NOTHING = -EMPTY  # log denominator of a row that sees no key: no weight is anything against it
-
-
-class FarBlock(NamedTuple):
-    """A block of the strip with far keys.
-
-    Args:
-        at: its place in the strip.
-        side: whose factor its weights have: 0, that of the left, or 1, that of the right.
-        mask: (C, C) bool, which pairs are far.
-    """
-
-    at: int
-    side: int
-    mask: Tensor
 
 
 class Ladder(NamedTuple):
@@ -84,7 +73,7 @@ class Strips:
         reach = (max(s.L, 1) - 1 + call.offset, s.S - 1 - call.offset)
         self.left, self.right = (
             max(0, min(blocks, -(-keys // self.size)))
-            for blocks, keys in zip(near_blocks(call.window, self.size, call.is_causal), reach, strict=True)
+            for blocks, keys in zip(near_blocks(call.reach, self.size, call.is_causal), reach, strict=True)
         )
         self.blocks = self.left + 1 + self.right  # of a strip
         self.total = self.left + self.together + self.right  # of a group
@@ -95,49 +84,57 @@ class Strips:
         self.q5, self.k5, self.v5 = (grouped(x, s.G) for x in (call.query, call.key, call.value))
         keys = torch.arange(self.blocks * self.size, device=self.work.device) - self.left * self.size
         self.distance = keys - torch.arange(self.size, device=self.work.device).unsqueeze(1)  # j - i, (C, blocks C)
-        # Both sides' factors are part of the logarithms of the sums where they differ; else rows have them.
-        self.inner = self.bias is not None and self.sides == 2
-        self.far = self._far_blocks() if self.sides else []
-        mask = torch.cat([x.mask for x in self.far] or [self.distance[:, :0]], 1)
-        self.far_mask = mask.to(self.dtype).repeat(s.R, 1)  # (R C, n C)
-        self.width = self.count + (self.blocks * self.size if call.window or self.far else 0)
-        self.near = self.width if call.window else self.count  # columns of the strip that may be near; others are far
-        self.band = self._band()
-        self.far_logs = call.query.new_zeros(2, s.H, dtype=self.dtype)
-        if call.beta is not None:
-            self.far_logs = self.far_logs + call.beta.to(self.dtype)
+        self.near = self.blocks * self.size if call.window else 0  # columns of near blocks
+        self.width = self.count + self.near
+        sides = [self.distance <= -call.window, self.distance >= max(call.window, 1)][: self.sides]
+        mask = torch.stack(sides).any(0) if sides else torch.zeros_like(self.distance, dtype=torch.bool)
+        blocks = mask.unflatten(1, (self.blocks, -1))
+        self.far: list[int] = blocks.any(2).any(0).nonzero().squeeze(1).tolist()  # blocks of the strip with far keys
+        self.far_mask: Tensor = blocks[:, self.far].flatten(1)  # (C, n C)
+        # Far pairs and sums have factors of their own, beside that of their row, where these differ.
+        self.inner = self.bias is not None and (self.sides == 2 or call.is_level)
+        self.row_logs = call.query.new_zeros(s.H, dtype=self.dtype)
+        self.table: Tensor | None = None  # (H, n), by distance: left tail, band, right tail
+        index = self.distance + call.reach  # of its entries
         if self.bias is not None:
-            self.far_logs = self.far_logs + self.bias.tails.to(self.dtype).clamp_min(EMPTY)
+            left, right = self.bias.tails.to(self.dtype).unsqueeze(2)
+            # A bias of -inf hides, as EMPTY does.
+            self.table = torch.cat([left, self.bias.band.to(self.dtype), right], 1).clamp_min(EMPTY)
+            index = index.clamp_(0, self.table.shape[1] - 1)
+            seen = self.table[:, : call.reach + 1] if call.is_causal else self.table
+            ends = self.table[:, :1] if call.is_causal else self.table[:, [0, -1]]
+            self.row_logs = (seen if call.is_level else ends).amax(1)
+        self.table_index, self.far_index = index, index.unflatten(1, (self.blocks, -1))[:, self.far].flatten(1)
+        self.band = self._band()
+        self.inner_table = self.row_logs.new_zeros(s.H, 2)
+        if self.inner and self.table is not None:
+            self.inner_table = (self.table - self.row_logs.unsqueeze(1)).clamp_min_(EMPTY)
+        self.side_logs = self.inner_table[:, [0, -1]].T.contiguous()
+        self.pair_factors = self.pairs(self.inner_table.exp())
+        by_block = self.pair_factors.unflatten(2, (-1, self.size)).movedim(2, 0)
+        self.block_factors = by_block.unsqueeze(1).contiguous()  # (n, 1, G or 1, R C, C)
+        if call.beta is not None:
+            self.row_logs = self.row_logs + call.beta.to(self.dtype)
 
-    def _far_blocks(self) -> list[FarBlock]:
-        first_right = max(self.call.window, 1)
-        sides = [self.distance <= -self.call.window, self.distance >= first_right][: self.sides]
-        found = []
-        for at in range(self.blocks):
-            nearest, farthest = ((at - self.left) * self.size + x * (self.size - 1) for x in (-1, 1))
-            reached = [nearest <= -self.call.window, farthest >= first_right][: self.sides]
-            masks = [x[:, at * self.size : (at + 1) * self.size] for x in sides]
-            if not self.inner:
-                masks, reached = [torch.stack(masks).any(0)], [any(reached)]
-            found += [FarBlock(at, side, x) for side, x in enumerate(masks) if reached[side]]
-        return found
+    def pairs(self, table: Tensor) -> Tensor:
+        """Entries of ``inner_table``, or of a function of it, for the far pairs of a strip, (G or 1, R C, n C)."""
+        if not self.inner:
+            return self.far_mask.to(table).repeat(self.s.R, 1).unsqueeze(0)
+        size = (self.s.G, self.s.R * self.size, self.far_mask.shape[1])
+        entries: Tensor = table[:, self.far_index].mul_(self.far_mask).view(size)
+        return entries
 
     def _band(self) -> Tensor:
-        """Summand of every block's scores, (1 or G, R C, near): 0 or the bias, EMPTY outside the window."""
-        call, s, width = self.call, self.s, self.near - self.count
-        distance = self.distance[:, :width]
-        inside = distance.abs() < call.window
-        if call.is_causal:
-            inside &= distance <= 0
-        if self.bias is None:
-            band = torch.zeros_like(inside, dtype=self.dtype).masked_fill_(~inside, EMPTY)
-            return F.pad(band, (self.count, 0)).repeat(s.R, 1).unsqueeze(0)
-        band = self.bias.tails.new_zeros(s.H, self.size, width, dtype=self.dtype)
-        if width:
-            index = (distance + call.window - 1).clamp(0, 2 * call.window - 2).flatten()
-            # A bias of -inf hides, as EMPTY does.
-            band = self.bias.band.to(self.dtype)[:, index].view(band.shape).clamp_min(EMPTY).masked_fill(~inside, EMPTY)
-        return F.pad(band, (self.count, 0)).view(s.G, -1, self.near)
+        """Summand of every near block's scores and of the sinks', (1 or G, R C, width): EMPTY outside the window."""
+        distance, s = self.distance[:, : self.near], self.s
+        outside = distance.abs() >= self.call.window
+        if self.call.is_causal:
+            outside |= distance > 0
+        if self.table is None:
+            band = torch.zeros_like(outside, dtype=self.dtype).repeat(s.R, 1).unsqueeze(0)
+        else:
+            band = self.table[:, self.table_index[:, : self.near]].view(s.G, s.R * self.size, self.near)
+        return F.pad(band.masked_fill_(outside.repeat(s.R, 1), EMPTY), (self.count, 0))
 
     def sample_blocks(self) -> list[slice]:
         """Blocks of samples."""
@@ -232,8 +229,17 @@ class Group:
 
     def hide(self, x: Tensor) -> Tensor:
         """Zero hidden keys or values, or their gradients, in place."""
-        if self.hidden is not None:
-            x.unflatten(0, (*self.hidden.shape[:2], self._st.s.G)).masked_fill_(self.hidden[:, :, None, :, None], 0)
+        return self._fill(x, self.hidden, (1, 3), 0)
+
+    def hide_far(self, logs: Tensor) -> Tensor:
+        """Set the log features (k N, M, C) of keys that are hidden from the far part to EMPTY, in place."""
+        return self._fill(logs, self.far_hidden, (1, 1), EMPTY)
+
+    def _fill(self, x: Tensor, hidden: Tensor | None, axes: tuple[int, int], value: float) -> Tensor:
+        if hidden is not None:
+            blocks = x.unflatten(0, (*hidden.shape[:2], -1))
+            for at in hidden.flatten(1).any(1).nonzero().squeeze(1).tolist():  # most often those at the ends alone
+                blocks[at].masked_fill_(hidden[at].unsqueeze(axes[0]).unsqueeze(axes[1]), value)
         return x
 
 
@@ -241,10 +247,11 @@ class Mixture(NamedTuple):
     """The far part of a group.
 
     Args:
-        weights: (c N, R C, M) of the features, the largest of a row 1.
+        weights: (c N, R C, M) of the features, 1 in sum.
         peak: (c N, R C), the logarithm of what they were divided by, with the factor of the row.
         p: (k N, M, C), the softmax of the log features over the keys of a block.
-        parts: (c N, M, n C), the features of the far blocks of a strip.
+        ratio: (b, N, M, 1), the mass of these blocks in units of the largest around the group.
+        phi: (b, N, M, C), p times ratio, of the blocks from the first far one to the last.
         shares: of the sums on each side, (c N, M, 1) each.
         old: (c N, M, E), the mean of the sums times their share.
         decay: (c N, M, 1), their share.
@@ -254,7 +261,8 @@ class Mixture(NamedTuple):
     weights: Tensor
     peak: Tensor
     p: Tensor
-    parts: Tensor
+    ratio: Tensor
+    phi: Tensor
     shares: list[Tensor]
     old: Tensor
     decay: Tensor
@@ -352,7 +360,8 @@ class Grads:
         self.tensors = [torch.zeros_like(x) for x in call.tensors] if learn else []
         self.states = [[torch.zeros_like(x) for x in given] for given in (call.state, call.right_state)]
         self.far_logs, self.tails = call.query.new_zeros(2, 2, call.query.shape[1], dtype=self.dtype)
-        self.band = torch.zeros_like(call.bias[0], dtype=self.dtype) if call.bias else None
+        band = call.bias[0].shape[1] if call.bias else 0
+        self.table = self.far_logs.new_zeros(len(self.far_logs[0]), band + 2)  # by distance, see `Strips`
 
     def results(self) -> tuple[Any, ...]:
         """In the order and the dtypes of the operator."""
@@ -364,8 +373,9 @@ class Grads:
         given, made = (call.query, call.key, call.value), (self.query, self.key, self.value)
         dq, dk, dv = (x.to(y.dtype) for x, y in zip(made, given, strict=True))
         sinks = [x.to(y.dtype) for x, y in zip(self.sinks, call.sinks, strict=False)]
-        bias = [] if self.band is None else [self.band, self.tails + self.far_logs]
-        return dq, dk, dv, sinks, bias, self.tensors, self.far_logs.sum(0), *self.states
+        far_logs = self.far_logs + self.table[:, [0, -1]].T
+        bias = [self.table[:, 1:-1].clone(), self.tails + far_logs] if call.bias else []
+        return dq, dk, dv, sinks, bias, self.tensors, far_logs.sum(0), *self.states
 
 
 class Pass:
@@ -381,9 +391,7 @@ class Pass:
         self.count = block.stop - block.start
         self.N = self.count * self.s.G
         self.maps: dict[int, PositiveChunks] = {}
-        self.slope: Tensor | None = None  # (N, 1, 1), where the bias goes on falling
-        if st.bias is not None and st.bias.slope is not None:
-            self.slope = st.bias.slope.to(st.dtype).repeat(self.count).view(-1, 1, 1)
+        self.pair_grads = torch.zeros_like(st.pair_factors)
 
     # --- the map ---
 
@@ -397,7 +405,7 @@ class Pass:
                 rows.append(
                     x[:1].expand(blocks * self.N, *x.shape[1:]) if same else x.repeat(blocks, *[1] * (x.dim() - 1))
                 )
-            self.maps[blocks] = spec.bind(rows, self.call.far_scale, False, self.st.learn)
+            self.maps[blocks] = spec.bind(rows, self.call.far_scale, self.call.is_level, self.st.learn)
         return self.maps[blocks]
 
     def add_tensor_grads(self, totals: list[Tensor]) -> None:
@@ -414,13 +422,6 @@ class Pass:
     def sums(self) -> PositiveSums:
         """Sums over keys, and their gradients."""
         return PositiveSums(self.chunks(1), True, self.work)
-
-    def _key_logs(self, first: int, last: int, start: int) -> Tensor | None:
-        """The log factors of keys, (N, 1, T), as a query ``start`` sees them; None means 0."""
-        if self.slope is None:
-            return None
-        at = torch.arange(first, last, device=self.work.device, dtype=self.work.dtype)
-        return self.slope * (at - (start + self.call.offset - self.call.window))
 
     # --- sums of the keys that no strip of the call has ---
 
@@ -439,37 +440,33 @@ class Pass:
             hidden = ~mask[self.block, first:last].repeat_interleave(self.s.G, 0)
         return *visible_pair(k, v, hidden), hidden
 
-    def add_keys(self, state: list[Tensor], first: int, last: int, start: int) -> None:
-        """Add keys to sums, as a query ``start`` sees them, in place."""
+    def add_keys(self, state: list[Tensor], first: int, last: int) -> None:
+        """Add keys to sums, in place."""
         for low, high in self._stretches(first, last):
-            self.sums().absorb(state, *self._keys(low, high), self._key_logs(low, high, start))
+            self.sums().absorb(state, *self._keys(low, high))
 
     def add_keys_backward(
-        self, state: Sequence[Tensor], grads: Sequence[Tensor], span: tuple[int, int, int], targets: Sequence[Tensor]
+        self, state: Sequence[Tensor], grads: Sequence[Tensor], span: tuple[int, int], targets: Sequence[Tensor]
     ) -> None:
         """Add to the gradients of these keys and values, from those of the sums after them."""
-        for low, high in self._stretches(*span[:2]):
+        for low, high in self._stretches(*span):
             k, v, hidden = self._keys(low, high)
-            pair = self.sums().absorb_backward(state, grads, k, v, hidden, self._key_logs(low, high, span[2]))
+            pair = self.sums().absorb_backward(state, grads, k, v, hidden)
             for target, part in zip(targets, visible_pair(*pair, hidden), strict=True):
                 piece = target[self.block, :, :, low:high]
                 piece.add_(part.view(piece.shape))
 
-    def _beyond(self, side: int) -> tuple[int, int, int]:
-        """The keys on one side that are in no strip of the call, and the query that sees them."""
+    def _beyond(self, side: int) -> tuple[int, int]:
+        """The keys on one side that are in no strip of the call."""
         st, groups = self.st, len(self.st.groups())
         if side:
-            return self.call.offset + (groups * st.together + st.right) * st.size, self.s.S, 0
-        return 0, self.call.offset - st.left * st.size, 0
+            return self.call.offset + (groups * st.together + st.right) * st.size, self.s.S
+        return 0, self.call.offset - st.left * st.size
 
-    def _tail(self) -> tuple[int, int, int]:
-        """The keys that only the state after the call has as far ones, and the first query of the last group."""
-        st, last = self.st, max(0, self.s.L - 1) // self.st.size
-        return (
-            self.call.offset + (last - st.left) * st.size,
-            self.call.offset + self.s.L - self.call.window,
-            max([0, *st.groups()]),
-        )
+    def _tail(self) -> tuple[int, int]:
+        """The keys that only the state after the call has as far ones."""
+        last = max(0, self.s.L - 1) // self.st.size
+        return self.call.offset + (last - self.st.left) * self.st.size, self.call.offset + self.s.L - self.call.reach
 
     def begin(self, side: int) -> list[Tensor]:
         """The sums before the first group, or after the last one, (N, ...) each."""
@@ -485,7 +482,7 @@ class Pass:
             yield number, rows
             first = start + self.call.offset + st.right * st.size
             if number:
-                self.add_keys(rows, first, first + st.together * st.size, start)
+                self.add_keys(rows, first, first + st.together * st.size)
 
     # --- near ---
 
@@ -514,7 +511,7 @@ class Pass:
     def add_windows(self, target: Tensor, rows: Tensor, sinks: Tensor | None) -> None:
         """Add gradients of `windows` to those of the keys or values (k N, C, X), and of the sinks (B, G, s, X)."""
         st = self.st
-        rows = rows.view(st.together, self.N, st.width, -1)
+        rows = rows.unflatten(0, (st.together, self.N))
         if sinks is not None:
             sinks[self.block] += rows[:, :, : st.count].sum(0).view(sinks[self.block].shape)
         if st.width > st.count:
@@ -537,34 +534,30 @@ class Pass:
         if bias is not None:
             tails = bias.tails.to(self.work.dtype).view(2, 1, s.H, 1, 1)
             logs = torch.where(distance.unsqueeze(1) <= 0, tails[0], tails[1])
-            if bias.slope is not None:
-                reach = torch.where(distance <= 0, self.call.window, max(self.call.window, 1))
-                logs = logs - bias.slope.to(logs).view(1, -1, 1, 1) * (distance.abs() - reach).unsqueeze(1)
             logs = logs.clamp_min(EMPTY)
         logs = logs.masked_fill(~visible.unsqueeze(1), EMPTY)  # (b, H or 1, c C, s)
         heads = (1, 1) if bias is None else (s.G, s.R)
         return logs.view(-1, *heads, st.together, st.size, st.count).movedim(3, 0)
 
-    def _scores(self, group: Group, keys: Tensor) -> Tensor:
-        """s_ij of a group, (c N, R C, width), EMPTY where key j is not near, and in columns that are far only."""
-        st, s, near = self.st, self.s, self.st.near
+    def _scores(self, group: Group, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Softmax of s_ij over the near keys of a group, (c N, R C, width), and the log of the sums, (c N, R C)."""
+        st, s = self.st, self.s
         scores = self.work.take("scores", *group.xq.shape[:2], st.width)
-        if near < st.width:
-            scores[..., near:] = EMPTY
-        part, keys = scores[..., :near], keys[:, :near]
+        if not st.width:
+            return scores, scores.new_full(scores.shape[:2], EMPTY)
         if st.band.shape[0] == 1:
-            torch.baddbmm(st.band, group.xq, keys.mT, alpha=self.call.scale, out=part)
+            torch.baddbmm(st.band, group.xq, keys.mT, alpha=self.call.scale, out=scores)
         else:
-            torch.bmm(group.xq, keys.mT, out=part).mul_(self.call.scale)
-            part.view(-1, s.G, *part.shape[1:]).add_(st.band)
+            torch.bmm(group.xq, keys.mT, out=scores).mul_(self.call.scale)
+            scores.view(-1, s.G, *scores.shape[1:]).add_(st.band)
         whole = scores.view(st.together, self.count, s.G, s.R, st.size, st.width)
-        for at in range(st.blocks if self.call.window and group.hidden is not None else 0):
+        for at in range(st.blocks if st.near and group.hidden is not None else 0):
             assert group.hidden is not None
             hidden = group.hidden[at : at + st.together, :, None, None, None]
             whole[..., st.count + at * st.size : st.count + (at + 1) * st.size].masked_fill_(hidden, EMPTY)
         if st.count:
             whole[..., : st.count].add_(self._sink_bias(group.start))
-        return scores
+        return scores, softmax_mass(scores).squeeze(2)
 
     def _drops(self, start: int) -> Tensor | None:
         """Factors of the near weights, 0 or 1 / (1 - dropout), the same for a group whenever they are asked for."""
@@ -596,76 +589,57 @@ class Pass:
             torch.mul(means[old], keep[step], out=means[new]).addcmul_(mean[step], add[step])
         return Ladder(log, means, keep, add, first)
 
-    def _mixture(self, group: Group, carries: Sequence[Sequence[Tensor]]) -> Mixture:
-        """Map a group, and merge the sums around the strip of every block."""
+    def _mixture(self, group: Group, carries: Sequence[Sequence[Tensor]], keep: bool = False) -> Mixture:
+        """Map a group, and merge the sums around the strip of every block; without ``keep`` p is lost."""
         st, take, features = self.st, self.work.take, self.call.features
         c, N, C = st.together, self.N, st.size
-        p = self.chunks(st.total).keys(group.k, take("keys", len(group.k), features, C))
-        logs = self._key_logs(group.first, group.first + st.total * C, group.start)
-        if logs is not None:
-            p.view(st.total, N, features, C).add_(logs.view(N, 1, st.total, C).movedim(2, 0))
-        if group.far_hidden is not None:
-            whole = p.view(st.total, self.count, self.s.G, features, C)
-            whole.masked_fill_(group.far_hidden[:, :, None, None], EMPTY)
+        p = group.hide_far(self.chunks(st.total).keys(group.k, take("keys", len(group.k), features, C)))
         mass = softmax_mass(p).view(st.total, N, features, 1)
         mean = torch.bmm(p, group.v, out=take("kv", len(group.k), features, self.s.E)).view(st.total, N, features, -1)
         ladders = [self._ladder(side, carry, mass, mean) for side, carry in enumerate(carries)]
-        terms = [x.log[1:] if side else x.log[:-1] for side, x in enumerate(ladders)]
-        terms += [mass[x.at : x.at + c] for x in st.far]
+        shares = torch.stack([x.log[1:] if side else x.log[:-1] for side, x in enumerate(ladders)])
         if st.inner:
-            factors = [x.repeat(self.count).view(-1, 1, 1) for x in st.far_logs]
-            sides = [*range(st.sides), *(x.side for x in st.far)]
-            terms = [x + factors[side] for x, side in zip(terms, sides, strict=True)]
-        whole = torch.stack(terms)
-        top = whole.logsumexp(0)  # (c, N, M, 1)
-        whole.sub_(top).exp_()
-        parts = take("parts", c, N, features, len(st.far) * C)
-        p5 = p.view(st.total, N, features, C)
-        for number, x in enumerate(st.far):
-            torch.mul(p5[x.at : x.at + c], whole[st.sides + number], out=parts[..., number * C : (number + 1) * C])
+            shares += st.side_logs[: st.sides].repeat(1, self.count).view(st.sides, 1, N, 1, 1)
+        near = mass[st.far[0] : st.far[-1] + c] if st.far else mass[:0]
+        top = torch.cat([shares.flatten(0, 1), near]).amax(0).clamp_min_(EMPTY)  # (N, M, 1)
+        shares.sub_(top).exp_()
+        ratio = (near - top).exp_()
+        first = st.far[0] if st.far else 0
+        blocks = p.view(st.total, N, features, C)[first : first + len(near)]
+        phi = torch.mul(blocks, ratio, out=take("phi", *blocks.shape) if keep else blocks)
         old = take("old", c, N, features, self.s.E)
         means = [x.mean[1:] if side else x.mean[:-1] for side, x in enumerate(ladders)]
-        torch.mul(means[0], whole[0], out=old)
+        torch.mul(means[0], shares[0], out=old)
         if st.sides > 1:
-            old.addcmul_(means[1], whole[1])
-        shares = [x.flatten(0, 1) for x in whole[: st.sides]]
-        weights = self.chunks(c).queries(group.xq, top.flatten(0, 1).mT, take("queries", *group.xq.shape[:2], features))
-        if self.slope is not None:
-            at = torch.arange(c * C, device=self.work.device, dtype=self.work.dtype).view(c, 1, 1, C, 1)
-            weights.view(c, N, self.s.R, C, features).sub_(self.slope.view(-1, 1, 1, 1) * at)
-        peak = weights.amax(-1, keepdim=True)
-        weights.sub_(peak).exp_()
-        peak = peak.squeeze(2)
-        if not st.inner:
-            by_head = st.far_logs[0].view(self.s.G, self.s.R, 1).expand(-1, -1, C).reshape(self.s.G, -1)
-            peak = (peak.view(-1, self.s.G, peak.shape[1]) + by_head).view(peak.shape)
-        return Mixture(
-            weights,
-            peak,
-            p,
-            parts.flatten(0, 1),
-            shares,
-            old.flatten(0, 1),
-            whole[: st.sides].sum(0).flatten(0, 1),
-            ladders,
-        )
+            old.addcmul_(means[1], shares[1])
+        tops = top.mT.expand(c, -1, -1, -1).flatten(0, 1)
+        weights = self.chunks(c).queries(group.xq, tops, take("queries", *group.xq.shape[:2], features))
+        peak = softmax_mass(weights)
+        row_logs = st.row_logs.view(self.s.G, self.s.R, 1).expand(-1, -1, C).reshape(self.s.G, -1)
+        peak = (peak.view(-1, *row_logs.shape) + row_logs).view(weights.shape[:2])
+        *parts, decay, old = (x.flatten(0, 1) for x in (*shares, shares.sum(0), old))
+        return Mixture(weights, peak, p, ratio, phi, parts, old, decay, ladders)
+
+    def _far_blocks(self, x: Tensor) -> list[Tensor]:
+        """Of blocks around a group (b, N, ...) those at the place of each far block in all strips, (c N, ...)."""
+        return [x[at : at + self.st.together].flatten(0, 1) for at in self.st.far]
+
+    def _phi_blocks(self, x: Tensor) -> list[Tensor]:
+        """The same of what begins with the first far block."""
+        return [x[at - self.st.far[0] :][: self.st.together].flatten(0, 1) for at in self.st.far]
+
+    def _times_factors(self, pairs: Tensor) -> Tensor:
+        """Multiply what belongs to the far pairs of strips (n, c N, R C, C) by their factors, in place."""
+        factors = self.st.block_factors
+        pairs.unflatten(1, (-1, factors.shape[2])).mul_(factors)
+        return pairs
 
     def _far_scores(self, t: Mixture) -> Tensor:
-        """The weights of the far pairs of a strip, (c N, R C, n C)."""
-        size = (*t.weights.shape[:2], t.parts.shape[2])
-        return torch.bmm(t.weights, t.parts, out=self.work.take("far", *size)).mul_(self.st.far_mask)
-
-    def _far_columns(self, x: Tensor) -> Iterator[tuple[Tensor, slice]]:
-        """Of (c N, R C, width) the columns of each far block, and where they are among those of the far blocks."""
-        st, C = self.st, self.st.size
-        for number, far in enumerate(st.far):
-            first = st.count + far.at * C
-            yield x[..., first : first + C], slice(number * C, (number + 1) * C)
-
-    def _row_log(self, row: int, index: Tensor) -> Tensor | float:
-        """The log factor of the far part of some queries of one head, beside what the sums have."""
-        head = row % self.s.G * self.s.R + int(index[0]) // self.st.size
-        return 0.0 if self.st.inner else self.st.far_logs[0, head]
+        """The weights of the far pairs of strips, (n, c N, R C, C)."""
+        far = self.work.take("far", len(self.st.far), *t.weights.shape[:2], self.st.size)
+        for scores, phi in zip(far, self._phi_blocks(t.phi), strict=True):
+            torch.bmm(t.weights, phi, out=scores)
+        return self._times_factors(far)
 
     def _rescues(self, t: Mixture, group: Group, which: Tensor) -> Iterator[tuple[int, Tensor, Lost]]:
         """Weigh every pair (feature, far key) of some rows in log space, a few queries of one head at a time."""
@@ -675,42 +649,39 @@ class Pass:
     def _sees_far(self, t: Mixture, group: Group) -> Tensor:
         """Mask of the rows that see a far key, (c N, R C) bool."""
         st, c = self.st, self.st.together
-        logs = [x.log[1:] if side else x.log[:-1] for side, x in enumerate(t.ladders)]
-        earlier = torch.stack(logs).amax((0, 3)) > EMPTY / 2  # (c, N, 1)
-        here = st.far_mask.any(1).expand(len(t.weights), -1)
-        if group.far_hidden is not None:
-            shown = torch.cat([~group.far_hidden[x.at : x.at + c] for x in st.far], 2)  # (c, b, n C)
-            here = (shown.to(self.work.dtype) @ st.far_mask.T > 0).repeat_interleave(self.s.G, 1).flatten(0, 1)
+        logs = torch.stack([x.log[1:] if side else x.log[:-1] for side, x in enumerate(t.ladders)])
+        shown = st.side_logs[: st.sides].repeat(1, self.count).view(st.sides, 1, self.N, 1) > EMPTY / 2
+        earlier = ((logs.amax(3) > EMPTY / 2) & shown).any(0)  # (c, N, 1)
+        # By the bias, not by its factors, which underflow where entries differ by much.
+        pairs = st.pairs((st.inner_table > EMPTY / 2).to(self.work.dtype))  # (G or 1, R C, n C)
+        here = pairs.any(2).repeat(len(t.weights) // len(pairs), 1)
+        if group.far_hidden is not None and st.far:
+            shown = torch.cat([~group.far_hidden[x : x + c] for x in st.far], 2)  # (c, b, n C)
+            here = (shown.to(self.work.dtype).unsqueeze(2).unsqueeze(2) @ pairs.mT > 0).squeeze(3)
+            here = here.expand(-1, -1, self.s.G, -1).flatten(0, 2)
         return here | earlier.flatten(0, 1)
 
     def _rescue(self, t: Mixture, group: Group, row: int, index: Tensor) -> Lost:
         st, C, features = self.st, self.st.size, self.call.features
         block, n = divmod(row, self.N)
-        places = [(block + x.at) * self.N + n for x in st.far]
+        places = [(block + x) * self.N + n for x in st.far]
         one = self.chunks(st.together).at(row, int(index[0]) // C)
         q, k = group.xq[row, index].unsqueeze(0), group.k[places].flatten(0, 1).unsqueeze(0)
         lq = one.queries(q, q.new_zeros(1, 1, features), q.new_empty(1, q.shape[1], features))[0]
         lk = one.keys(k, k.new_empty(1, features, k.shape[1]))[0].view(features, len(places), C)
-        if self.slope is not None:
-            lq = lq - self.slope[n] * (block * C + index % C).unsqueeze(1)
-            starts = [group.first + (block + x.at) * C for x in st.far]
-            key_logs = [self._key_logs(x, x + C, group.start) for x in starts]
-            lk = lk + torch.stack([x[n] for x in key_logs if x is not None], 1)
         if group.far_hidden is not None:
-            hidden = torch.stack([group.far_hidden[block + x.at, n // self.s.G] for x in st.far])
+            hidden = torch.stack([group.far_hidden[block + x, n // self.s.G] for x in st.far])
             lk = lk.masked_fill(hidden, EMPTY)
-        factors = [0.0, 0.0]
-        if st.inner:
-            factors = [float(x) for x in st.far_logs[:, n % self.s.G]]
-            lk = lk + lk.new_tensor([factors[x.side] for x in st.far]).unsqueeze(1)
-        at = [block + side for side in range(st.sides)]
-        logs = torch.stack([x.log[i, n] + f for x, i, f in zip(t.ladders, at, factors, strict=False)])  # (sides, M, 1)
+        head = n % self.s.G * self.s.R + int(index[0]) // C
+        logs = torch.stack([x.log[block + side, n] + st.side_logs[side, head] for side, x in enumerate(t.ladders)])
         before = logs.logsumexp(0)
         shares = (logs - before).exp_()
-        mean = sum(x.mean[i, n] * share for x, i, share in zip(t.ladders, at, shares, strict=True))
+        mean = sum(x.mean[block + side, n] * shares[side] for side, x in enumerate(t.ladders))
         assert isinstance(mean, Tensor)
         pairs = lq.unsqueeze(2) + lk.flatten(1)
-        pairs.masked_fill_((st.far_mask[index] == 0).unsqueeze(1), -torch.inf)
+        if st.inner:
+            pairs += st.inner_table[head][st.far_index[index % C]].unsqueeze(1)
+        pairs.masked_fill_(~st.far_mask[index % C].unsqueeze(1) | (pairs < EMPTY / 2), -torch.inf)
         past = lq + before[:, 0]
         # Relative to the largest: a logarithm of -1000 is rounded to 6e-5, and shares would not add up to 1.
         peak = torch.maximum(pairs.flatten(1).amax(1), past.amax(1))
@@ -719,7 +690,7 @@ class Pass:
         size = torch.logaddexp(pairs.flatten(1).logsumexp(1), past.logsumexp(1))
         pairs.sub_(size.view(-1, 1, 1)).exp_()
         past.sub_(size.unsqueeze(1)).exp_()
-        log = peak + size + self._row_log(row, index)
+        log = peak + size + st.row_logs[head]
         rescue = Rescue(one, q, k, pairs, past, mean, torch.ones_like(log).unsqueeze(1), log)
         return Lost(rescue, group.v[places].flatten(0, 1), shares, block, n, places)
 
@@ -745,15 +716,14 @@ class Pass:
                 for whole, x in zip(results.kept, (x for y in carries for x in y), strict=True):
                     whole[number, block] = x.view(whole[number, block].shape)
             keys, values = self._both_windows(group)
-            scores = self._scores(group, keys)
-            log = softmax_mass(scores).squeeze(2)
+            scores, log = self._scores(group, keys)
             lost: list[tuple[int, Tensor, Lost]] = []
             row_log, den = log, torch.ones_like(log)
             if st.sides:
                 t = self._mixture(group, carries)
                 far = self._far_scores(t)
                 past = torch.mul(t.weights, t.decay.mT, out=work.take("slope", *t.weights.shape))
-                seen = past.sum(2).add_(far.sum(2))
+                seen = past.sum(2).add_(far.sum((0, 3)))
                 small = seen < positive.LOST
                 row_scale, log_far, some = torch.ones_like(seen), t.peak, bool(small.any())
                 if some:
@@ -772,18 +742,16 @@ class Pass:
             drops, share = self._drops(start), (log - row_log).exp_().div_(den).masked_fill_(unseen, 0).unsqueeze(2)
             if drops is not None:
                 scores.mul_(drops)
-            if st.sides:
-                scores.mul_(share)
-                share = far_share.masked_fill(small | unseen, 0).unsqueeze(2)
-                far.mul_(share)
-                t.weights.mul_(share)
-                for columns, at in self._far_columns(scores):
-                    columns.add_(far[..., at])
-            out = torch.bmm(scores, values, out=work.take("out", *group.xq.shape[:2], s.E))
+            out = work.take("out", *group.xq.shape[:2], s.E)
             if not st.sides:
-                out.mul_(share)  # 0 where no key is visible
+                torch.bmm(scores, values, out=out).mul_(share)  # 0 where no key is visible
             else:
-                out.baddbmm_(t.weights, t.old)
+                torch.bmm(t.weights, t.old, out=out)
+                for pairs, v in zip(far, self._far_blocks(group.v.unflatten(0, (-1, self.N))), strict=True):
+                    out.baddbmm_(pairs, v)
+                out.mul_(far_share.masked_fill(small | unseen, 0).unsqueeze(2))
+                if st.width:
+                    out.baddbmm_(scores.mul_(share), values)
                 for row, index, one in lost:
                     out[row, index] += one.rescue.sums(one.v) * far_share[row, index].unsqueeze(1)
                 for x in results.row_scales:
@@ -793,16 +761,11 @@ class Pass:
                 if place < st.together:
                     end = [ladder.log[place], ladder.mean[place]]
                 left = [ladder.log[-1], ladder.mean[-1]]
-                if self.slope is not None:  # sums are relative to the next query
-                    left[0] = left[0] - self.slope * (st.together * st.size)
             st.put(grouped(results.out, s.G), out, block, start)
             st.put(st.by_key_head(results.total), total.unsqueeze(2), block, start)
         if results.end_state:
             end = [x.clone() for x in end]
-            _, _, start = self._tail()
             self.add_keys(end, *self._tail())
-            if self.slope is not None:
-                end[0] = end[0] - self.slope * (s.L - start)
             for whole, x in zip(results.end_state, end, strict=True):
                 whole[block] = x.view(whole[block].shape)
 
@@ -814,7 +777,7 @@ class Pass:
         st, s, work = self.st, self.s, self.work
         found: list[list[Tensor]] = [PositiveSums.zero_grads(self.empty())]
         logs = None
-        factor = st.far_logs[int(st.inner)].view(s.G, s.R, 1).expand(self.count, -1, -1, -1).reshape(-1, s.R, 1)
+        factor = (st.row_logs + st.side_logs[1]).view(s.G, s.R, 1).expand(self.count, -1, -1, -1).reshape(-1, s.R, 1)
         for number, start in enumerate(st.groups()):
             at = slice(start, start + st.together * st.size)
             tensors = (st.q5, grouped(grad, s.G), grouped(results.out, s.G), st.by_key_head(results.total))
@@ -849,17 +812,17 @@ class Pass:
             rows = RowGrads(g, y, torch.linalg.vecdot(g, y).neg_().unsqueeze(2), total.squeeze(2))
             t = None
             if st.sides:
-                t = self._mixture(group, self._stored(results, number))
+                t = self._mixture(group, self._stored(results, number), keep=True)
                 scale = st.rows("row", st.by_key_head(results.row_scales[0]), block, start, st.together).squeeze(2)
             dq, dk, dv, far_slope = self._strip_backward(group, t, rows, scale if st.sides else None, grads)
             if t is not None:
-                own, key = self._far_backward(group, t, rows, scale < 0, far_slope, grads, (dq, dv))
+                own, d_phi, late = self._far_backward(group, t, rows, scale < 0, far_slope, grads, (dq, dv))
                 at = (s.L - 1) // st.size - start // st.size
                 if end_grads and at < st.together:
                     share = (t.ladders[0].log[at] - end).exp_()
                     for x, asked in zip(own[0], end_grads, strict=True):
                         x[at].addcmul_(asked, share)
-                self._ladders_backward(group, t, [left, *right[number : number + 1]], own, key, (dk, dv))
+                self._ladders_backward(group, t, [left, *right[number : number + 1]], own, d_phi, late, (dk, dv))
             st.put(dq5, dq, block, start)
             for target, x in zip(targets, (dk, dv), strict=True):
                 st.put(target, group.hide(x), block, group.first, add=True)
@@ -867,6 +830,9 @@ class Pass:
             left = [x * (self.begin(0)[0] - end).exp_() for x in end_grads]
         for side in range(st.sides):
             self._begin_backward(side, right[-1] if side and right else left, grads, targets)
+        if st.inner:
+            pairs = self.pair_grads.view(s.H, -1)
+            grads.table.index_add_(1, st.far_index.flatten(), pairs)
         self.add_tensor_grads(grads.tensors)
 
     def _strip_backward(
@@ -875,22 +841,14 @@ class Pass:
         """Gradients of queries, keys and values by the near pairs, those of values by the far pairs of strips too.
 
         The weights of features are multiplied with what makes them the true ones. Also returns the gradients at the
-        weights of far pairs, (c N, R C, n C).
+        weights of far pairs, (n, c N, R C, C).
         """
         st, work, (g, _, delta, total) = self.st, self.work, rows
         keys, values = self._both_windows(group)
-        weights = self._scores(group, keys)
+        weights, log = self._scores(group, keys)
         # Not exp(scores - total): an exponential of EMPTY takes ten times as long as one of a number.
-        weights.mul_(softmax_mass(weights).squeeze(2).sub_(total).exp_().unsqueeze(2))
+        weights.mul_(log.sub_(total).exp_().unsqueeze(2))
         slope = torch.bmm(g, values.mT, out=work.take("gv", *weights.shape))
-        far = far_slope = slope[..., :0]
-        if t is not None and row_scale is not None:
-            t.weights.mul_((t.peak - total).exp_().masked_fill_(row_scale <= 0, 0).unsqueeze(2))
-            far = self._far_scores(t)
-            far_slope = work.take("far slope", *far.shape)
-            for columns, at in self._far_columns(slope):
-                torch.add(columns, delta, out=far_slope[..., at])
-            far_slope.mul_(st.far_mask)
         drops = self._drops(group.start)
         if drops is not None:
             slope.mul_(drops)
@@ -904,9 +862,20 @@ class Pass:
         dk, dv = (x.new_zeros(st.total * self.N, st.size, x.shape[2]) for x in (keys, values))
         sinks = grads.sinks or (None, None)
         self.add_windows(dk, torch.bmm(slope.mT, group.xq, out=work.take("dw", *keys.shape)), sinks[0])
-        for columns, at in self._far_columns(weights):
-            columns.add_(far[..., at])
         self.add_windows(dv, torch.bmm(weights.mT, g, out=work.take("dw", *values.shape)), sinks[1])
+        far_slope = slope[:0]
+        if t is not None and row_scale is not None:
+            t.weights.mul_((t.peak - total).exp_().masked_fill_(row_scale <= 0, 0).unsqueeze(2))
+            far = self._far_scores(t)
+            far_slope = work.take("far slope", *far.shape)
+            by_place = (x.unflatten(0, (-1, self.N)) for x in (group.v, dv))
+            for pairs, d_pairs, v, d_v in zip(far, far_slope, *map(self._far_blocks, by_place), strict=True):
+                torch.baddbmm(delta, g, v.mT, out=d_pairs)
+                d_v.baddbmm_(pairs.mT, g)
+            if st.inner:
+                by_head = far.mul_(far_slope).view(len(far), -1, *self.pair_grads.shape[:2], st.size).sum(1)
+                self.pair_grads += by_head.movedim(0, 2).flatten(2)
+            self._times_factors(far_slope)
         return dq, dk, dv, far_slope
 
     def _far_backward(
@@ -918,22 +887,25 @@ class Pass:
         far_slope: Tensor,
         grads: Grads,
         targets: tuple[Tensor, Tensor],
-    ) -> tuple[list[list[Tensor]], Tensor]:
+    ) -> tuple[list[list[Tensor]], Tensor, list[tuple[list[int], Tensor]]]:
         """Add the gradients of queries and of rescued rows' values by far pairs.
 
         Returns:
             what the queries of each block ask of the sums on each side, (c, N, M, E) and (c, N, M, 1), in units of
-            their masses; and of the log features of the far blocks, (c N, M, n C).
+            their masses; of ``phi``; and of the log features at some places (M, C each), by rescued rows.
         """
         st, work, (g, y, delta, total), (dq, dv) = self.st, self.work, rows, targets
-        slope = torch.bmm(g, t.old.mT, out=work.take("slope", *t.weights.shape))
-        slope.addcmul_(delta, t.decay.mT).baddbmm_(far_slope, t.parts.mT).mul_(t.weights)
+        slope = torch.bmm(g, t.old.mT, out=work.take("slope", *t.weights.shape)).addcmul_(delta, t.decay.mT)
+        d_phi = work.take("d_phi", *t.phi.shape).zero_()
+        for pairs, phi, target in zip(far_slope, *map(self._phi_blocks, (t.phi, d_phi)), strict=True):
+            slope.baddbmm_(pairs, phi.mT)
+            target.baddbmm_(t.weights.mT, pairs)
+        slope.mul_(t.weights)
         dq.add_(self.chunks(st.together).vjp_queries(group.xq, slope, work.take("dx", *group.xq.shape)))
         kv = torch.bmm(t.weights.mT, g, out=work.take("kv local", *t.old.shape))
         mass = positive.weigh(t.weights, delta)
-        parts = torch.bmm(t.weights.mT, far_slope, out=work.take("dparts", *t.parts.shape)).mul_(t.parts)
         own = [[(x * share).unflatten(0, (st.together, -1)) for x in (kv, mass)] for share in t.shares]
-        logs = slope.sum(2)
+        logs, late = slope.sum(2), []
         for row, index, lost in self._rescues(t, group, rescued) if bool(rescued.any()) else ():
             r, share = lost.rescue, (lost.rescue.log - total[row, index]).exp_()
             r.shares.mul_(share.view(-1, 1, 1))
@@ -944,11 +916,13 @@ class Pass:
                 sums[1][lost.block, lost.n] += d.mass_before * side
             dq[row, index] += r.chunks.vjp_queries(r.xq, d.query.unsqueeze(0), torch.empty_like(r.xq))[0]
             logs[row, index] += d.query.sum(1)
-            parts[row] += d.key
+            late.append((lost.places, d.key))
+            if st.inner:
+                self.pair_grads[lost.n % self.s.G, index] += d.pair
             for at, value in zip(lost.places, d.value.split(st.size), strict=True):
                 dv[at] += value
-        self._add_far_logs(grads, t, own, logs, parts)
-        return own, parts
+        self._add_far_logs(grads, t, own, logs)
+        return own, d_phi, late
 
     def _ladders_backward(
         self,
@@ -956,7 +930,8 @@ class Pass:
         t: Mixture,
         grads: list[list[Tensor]],
         own: list[list[Tensor]],
-        parts: Tensor,
+        d_phi: Tensor,
+        late: list[tuple[list[int], Tensor]],
         targets: tuple[Tensor, Tensor],
     ) -> None:
         """Go back over the ladders, and add the gradients of keys and values by the sums that they are in.
@@ -967,7 +942,8 @@ class Pass:
             grads: of the sums after the last step of each ladder, (N, M, E) and (N, M, 1); in place those of the sums
                 before the first.
             own: see `_far_backward`.
-            parts: see `_far_backward`.
+            d_phi: see `_far_backward`.
+            late: see `_far_backward`.
             targets: gradients of keys and values, (k N, C, X).
         """
         st, (dk, dv), features, C = self.st, targets, self.call.features, self.st.size
@@ -978,10 +954,13 @@ class Pass:
                     target[ladder.first + step].addcmul_(total, ladder.add[step])
                     total.mul_(ladder.keep[step]).add_(x[step])
         kv, mass = (x.flatten(0, 1) for x in sums)
-        slope = torch.baddbmm(mass, kv, group.v.mT, out=self.work.take("slope", *t.p.shape)).mul_(t.p)
-        blocks, pairs = slope.view(st.total, -1, features, C), parts.view(st.together, self.N, features, -1)
-        for number, far in enumerate(st.far):
-            blocks[far.at : far.at + st.together] += pairs[..., number * C : (number + 1) * C]
+        slope = torch.baddbmm(mass, kv, group.v.mT, out=self.work.take("slope", *t.p.shape))
+        first = st.far[0] if st.far else 0
+        slope.view(st.total, self.N, features, C)[first : first + len(d_phi)].addcmul_(d_phi, t.ratio)
+        slope.mul_(t.p)
+        for places, x in late:
+            for at, own_slope in zip(places, x.split(C, 1), strict=True):
+                slope[at] += own_slope
         dk.add_(self.chunks(st.total).vjp_keys(group.k, slope, self.work.take("dx", *group.k.shape)))
         dv.baddbmm_(t.p.mT, kv)
 
@@ -995,12 +974,9 @@ class Pass:
         if not results.end_state:
             return results.total, []
         log, mean = (x[self.block].flatten(0, 1) for x in results.end_state)
-        first, last, start = self._tail()
-        if self.slope is not None:
-            log = log + self.slope * (self.s.L - start)
         given = [x[self.block].flatten(0, 1) for x in state_grads]
         grads = PositiveSums.grads_in([log, mean], given)
-        self.add_keys_backward([log, mean], grads, (first, last, start), targets)
+        self.add_keys_backward([log, mean], grads, self._tail(), targets)
         return log, grads
 
     def _begin_backward(self, side: int, grads: Sequence[Tensor], all_grads: Grads, targets: Sequence[Tensor]) -> None:
@@ -1017,8 +993,8 @@ class Pass:
             for whole, x in zip(all_grads.states[side], found, strict=True):
                 whole[self.block] = x.view(whole[self.block].shape)
 
-    def _add_far_logs(self, grads: Grads, t: Mixture, own: list[list[Tensor]], logs: Tensor, parts: Tensor) -> None:
-        """Add the gradients of the far part's log factors, of each side where they differ."""
+    def _add_far_logs(self, grads: Grads, t: Mixture, own: list[list[Tensor]], logs: Tensor) -> None:
+        """Add the gradients of the far part's log factors, of the sums of each side where they differ."""
         st, s, C = self.st, self.s, self.st.size
         if not st.inner:
             grads.far_logs[0] += logs.view(st.together, self.count, s.G, s.R, C).sum((0, 1, 4)).flatten()
@@ -1027,19 +1003,13 @@ class Pass:
             mean = ladder.mean[1:] if side else ladder.mean[:-1]
             both = (sums[0] * mean).sum((0, 2, 3)) + sums[1].sum((0, 2, 3))
             grads.far_logs[side] += both.view(self.count, s.G).sum(0)
-        for number, x in enumerate(st.far):
-            pairs = parts[..., number * C : (number + 1) * C].sum((1, 2))
-            grads.far_logs[x.side] += pairs.view(-1, s.G).sum(0)
 
     def _add_bias_grads(self, grads: Grads, slope: Tensor, start: int) -> None:
         """Add the gradients of the bias of near pairs."""
         st, s = self.st, self.s
         whole = slope.view(st.together, self.count, s.G, s.R, st.size, st.width)
-        distance = st.distance[:, : st.near - st.count]
-        inside = distance.abs() < self.call.window
-        pairs = whole.sum((0, 1)).flatten(0, 1)[..., st.count : st.near][:, inside]  # (H, n)
-        assert grads.band is not None
-        grads.band.index_add_(1, distance[inside] + self.call.window - 1, pairs)
+        pairs = whole[..., st.count :].sum((0, 1)).flatten(0, 1).flatten(1)  # 0 outside of the window
+        grads.table.index_add_(1, st.table_index[:, : st.near].flatten(), pairs)
         if st.sinks is not None:
             query = torch.arange(start, start + st.together * st.size, device=slope.device) + self.call.offset
             left = st.sinks.position[self.block].unsqueeze(1) <= query.view(1, -1, 1)  # (b, c C, s)

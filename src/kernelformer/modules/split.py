@@ -22,7 +22,7 @@ from kernelformer.attention import State
 from kernelformer.attention.dispatch import read_sums
 from kernelformer.attention.near_far_call import Sinks
 from kernelformer.attention.ranks import Ranks, RanksError
-from kernelformer.attention.relative.call import RelativeCall
+from kernelformer.attention.relative.call import RelativeCall, sums_of_state
 from kernelformer.attention.relative.operator import relative_attention
 from kernelformer.contract import compute_dtype, no_autocast
 from kernelformer.modules.checks import Call
@@ -38,7 +38,6 @@ from kernelformer.modules.split_cores import (
     no_sums,
     outgoing,
     sums_both_ways,
-    sums_of_state,
     sums_one_way,
 )
 from kernelformer.modules.window import NO_SINK, Far, Stream

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernelformer.attention.positive import EMPTY
 from kernelformer.contract import compute_dtype
 
 Span = tuple[int, int]
@@ -178,6 +179,50 @@ class RelativeCall:
             key = key.masked_fill(~self.key_mask[:, None, :, None], 0)
         dtype = compute_dtype(query.dtype)
         return F.normalize(query.to(dtype), dim=-1), F.normalize(key.to(dtype), dim=-1)
+
+
+def sums_of_state(state: Sequence[Tensor], positive: bool) -> list[Tensor]:
+    """The tensors of a `RelativeCall.state` or `right_state` from the state of a map, differentiably.
+
+        positive:  shift = log_mass^T, kv = mean, ks = 1, ns = 0
+        signed:    shift = log_scale, and kv, k_sum and norm_sum as they are
+
+    Both hold sums of the same features if these are the sums of whole rows (`key_sums` with ``normalize=True,
+    parts=False``). With a slope the keys must have been taken in with their
+    log factors ``-slope (d - window)``, d counted as `RelativeCall` says.
+
+    A shift is a constant to autograd. Here it is made of log_mass or log_scale, whose gradient therefore goes through
+    the sums, by a factor that is 1.
+
+    Args:
+        state: log_mass (B, H, M, 1) and mean (B, H, M, E), or log_scale (B, H, 1, 1), kv (B, H, M, E),
+            k_sum (B, H, M, 1) and norm_sum (B, H, 1, 1), for every query head.
+        positive: of which family.
+
+    Returns:
+        shift, kv, ks and ns. Of no keys (a log mass or scale of EMPTY or less): EMPTY and zeros.
+    """
+    log, *sums = state
+    real = log > EMPTY / 2
+    if not positive:
+        # Maps without a log factor leave the scale at that of no keys: their sums are in units of 1.
+        some = (sums[0] != 0).any(-2, keepdim=True).any(-1, keepdim=True) | (sums[1] != 0).any(-2, keepdim=True)
+        log = log.masked_fill(~real, EMPTY).masked_fill(~real & some, 0)
+        shift = log.detach()
+        gain = (log - shift).exp()
+        return [shift, *(x * gain for x in sums)]
+    log = log.masked_fill(~real, EMPTY)
+    shift = log.detach()
+    ks = (log - shift).exp().masked_fill(~real, 0)
+    return [shift.transpose(-2, -1), sums[0] * ks, ks, log.new_zeros(*log.shape[:-2], 1, 1)]
+
+
+def state_of_sums(sums: Sequence[Tensor]) -> list[Tensor]:
+    """The inverse of `sums_of_state` for a positive map, differentiably."""
+    shift, kv, ks, _ = sums
+    some = ks > 0
+    mass = torch.where(some, ks, 1.0)
+    return [torch.where(some, mass.log() + shift.detach().mT, EMPTY), kv / mass]
 
 
 def flatten(arguments: Sequence[Tensor | list[Tensor] | None]) -> tuple[list[Tensor | None], list[int | None]]:

@@ -1,8 +1,6 @@
-"""Attention with a relative bias: by bands where a positive map has a level bias beyond a window, by pairs elsewhere.
+"""Attention with a relative bias: by strips where a positive map has a level bias beyond a window, by pairs elsewhere.
 
-Both are one operator for compiled graphs, which see no loop over segments. Rows that the bands have lost are done again
-by the pairs' formula in log space; where an operator has to go backwards through plain operations, it runs them again
-under autograd.
+The second is one operator for compiled graphs, which see no loop over segments.
 """
 
 from __future__ import annotations
@@ -14,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernelformer.attention.blocks import gather_grads
+from kernelformer.attention.near_far import near_far_attention
+from kernelformer.attention.near_far_call import NearFarCall
 from kernelformer.attention.operator import plain_grads
 from kernelformer.attention.plain.layout import autograd_inside
-from kernelformer.attention.plain.pairs import BiasPairs, Rows, end_sums, pairs_attention, prepared, with_exact_rows
-from kernelformer.attention.relative.banded import AGAIN, Banded, BandedBackward, BandedCall
+from kernelformer.attention.plain.pairs import pairs_attention
 from kernelformer.attention.relative.call import (
     NUM_SETTINGS,
     NUM_TENSORS,
@@ -26,6 +24,8 @@ from kernelformer.attention.relative.call import (
     TENSORS,
     RelativeCall,
     flatten,
+    state_of_sums,
+    sums_of_state,
     unflatten,
 )
 from kernelformer.contract import PositiveSpec, compute_dtype, lookup, no_tangents, transforms_active
@@ -33,7 +33,7 @@ from kernelformer.contract import PositiveSpec, compute_dtype, lookup, no_tangen
 OUTPUTS = "Tensor out, Tensor units, Tensor inverses"  # as the operators name what the backward pass needs of them
 FORWARD = f"({TENSORS}, {SETTINGS}, SymInt keep) -> (Tensor, Tensor, Tensor, Tensor[])"
 # `end` is empty, or the shift of the returned sums and the gradients of the other three; what comes back last are the
-# gradients of kv, ks and ns of the state, then of the state on the right. `units` is of no use.
+# gradients of kv, ks and ns of the state, then of the state on the right. `units` and `inverses` are of no use.
 BACKWARD = (
     f"(Tensor grad, {TENSORS}, {OUTPUTS}, Tensor[] end, {SETTINGS}, SymInt keep, "
     f"bool learn, bool learn_bias, bool learn_state) -> (Tensor, Tensor, Tensor, Tensor, Tensor[], Tensor[])"
@@ -41,10 +41,48 @@ BACKWARD = (
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]
 
 
-def is_banded(call: RelativeCall) -> bool:
-    """Use bands: a positive map whose bias is constant beyond a window."""
-    level = call.window is not None and call.slope is None
-    return level and isinstance(lookup(call.spec), PositiveSpec) and min(call.layout.L, call.layout.S) > 0
+def is_level(call: RelativeCall, keep: int | None) -> bool:
+    """True if strips serve a call: a positive map, and a bias that is constant beyond a window."""
+    layout, window = call.layout, call.window
+    if window is None or call.slope is not None or not isinstance(lookup(call.spec), PositiveSpec):
+        return False
+    streams = call.is_causal and keep == window > 0 and layout.offset + layout.L == layout.S
+    return min(layout.L, layout.S) > 0 and (keep is None or streams)
+
+
+def _by_strips(call: RelativeCall, streams: bool) -> tuple[Tensor, list[Tensor]]:
+    """The call as one of near/far attention without near keys."""
+    assert call.window is not None
+    (query, key), last = call.normalized(), call.bias.shape[1] - 1
+    reach = max(1, min(call.window, last + 1))
+    entries = torch.arange(-reach, reach + 1, device=query.device) + (call.layout.L - 1 + call.layout.offset)
+    table = call.bias[:, entries.clamp_(0, last)].to(compute_dtype(call.query.dtype))
+    states = [state_of_sums(x) if x else [] for x in (call.state, call.right_state)]
+    out, end = near_far_attention(
+        NearFarCall(
+            query=query,
+            key=key,
+            value=call.value,
+            key_mask=call.key_mask,
+            far_mask=call.key_mask,
+            sinks=[],
+            bias=[table[:, 1:-1], table[:, :: 2 * reach].T],
+            seed=None,
+            tensors=call.tensors,
+            beta=None,
+            state=states[0],
+            right_state=states[1],
+            spec=call.spec,
+            scale=1.0,
+            far_scale=call.scale,
+            is_causal=call.is_causal,
+            window=0,
+            offset=call.layout.offset,
+            dropout=0.0,
+            own_sinks=False,
+        )
+    )
+    return out.to(call.query.dtype), sums_of_state(end, True) if streams else []
 
 
 def _split(arguments: Sequence[Any], *counts: int) -> list[Sequence[Any]]:
@@ -70,28 +108,9 @@ def _leaves(call: RelativeCall) -> tuple[RelativeCall, list[Tensor]]:
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     tensor_arguments, settings, (keep,) = _split(arguments, NUM_TENSORS, NUM_SETTINGS, 1)
     call = RelativeCall.of(tensor_arguments, settings)
-    B, H, L, _ = call.query.shape
     nothing = call.query.new_empty(0, dtype=compute_dtype(call.query.dtype))
-    if not is_banded(call):
-        out, end = pairs_attention(call, keep=None if keep < 0 else keep)
-        return out, nothing, nothing.clone(), [x.clone() for x in end]
-    out = call.query.new_empty(B, H, L, call.value.shape[3])
-    inverses = nothing.new_zeros(B, H, L, 1)
-    bands, ends = BandedCall(call), []
-    for block in bands.blocks():
-        sums = Banded(block).forward(out, inverses, keep)
-        ends += [] if sums is None else [sums.state(block)]
-    lost = inverses.squeeze(3) == AGAIN
-    if bool(lost.any()):
-        out = with_exact_rows(_rows(call), out, lost)
-    if keep >= 0 and not ends:  # of no samples
-        return out, nothing, inverses, _empty_sums(call)
-    return out, nothing, inverses, [torch.cat(x) for x in zip(*ends, strict=True)] if ends else []
-
-
-def _rows(call: RelativeCall) -> Rows:
-    inner = prepared(call)
-    return Rows(inner, BiasPairs.of(inner))
+    out, end = pairs_attention(call, keep=None if keep < 0 else keep)
+    return out, nothing, nothing.clone(), [x.clone() for x in end]
 
 
 def _empty_sums(call: RelativeCall) -> list[Tensor]:
@@ -108,49 +127,20 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     call = RelativeCall.of(tensor_arguments, settings)
     query = call.query
     nothing = query.new_empty(0, dtype=compute_dtype(query.dtype))
-    inverses = nothing.new_empty(*query.shape[:3], 1) if is_banded(call) else torch.empty_like(nothing)
     sums = _empty_sums(call) if keep >= 0 else []
-    return query.new_empty(*query.shape[:3], call.value.shape[3]), nothing, inverses, sums
+    return query.new_empty(*query.shape[:3], call.value.shape[3]), nothing, torch.empty_like(nothing), sums
 
 
 @torch.library.custom_op("kernelformer::relative_attention_backward", mutates_args=(), schema=BACKWARD)
 def _backward(*arguments: Any) -> Gradients:
-    (grad,), tensor_arguments, (out, _, inverses), (end,), settings, (keep, learn, learn_bias, learn_state) = _split(
+    (grad,), tensor_arguments, _, (end,), settings, (keep, learn, _, learn_state) = _split(
         arguments, 1, NUM_TENSORS, 3, 1, NUM_SETTINGS, 4
     )
     call = RelativeCall.of(tensor_arguments, settings)
-    if not is_banded(call):
-        found = _recomputed_grads(call, grad, end, keep, None)
-    else:
-        bands = BandedCall(call, learn_bias, learn_state)
-        inputs = (call.query, call.key, call.value)
-        own = [torch.zeros(x.shape, dtype=bands.dtype, device=x.device) for x in inputs]
-        totals = [torch.zeros_like(x) for x in call.tensors] if learn else []
-        for block in bands.blocks(learn):
-            BandedBackward(block, grad, out, inverses, own).run()
-            if learn:
-                gather_grads(totals, block.map.tensor_grads(), block.block, block.count, bands.heads)
-        d_bias = torch.zeros_like(call.bias) if bands.bias_grad is None else bands.bias_grad.to(call.bias.dtype)
-        states = [*bands.state_grads[-1], *bands.state_grads[1]]
-        own, more = [x.to(y.dtype) for x, y in zip(own, inputs, strict=True)], None
-        lost = inverses.squeeze(3) == AGAIN
-        if end or bool(lost.any()):
-            more = _recomputed_grads(call, grad, end, keep, lost)
-        found = _added([*own, d_bias], totals, states, more, len(call.tensors))
+    found = _recomputed_grads(call, grad, end, keep)
     count = 4 + len(call.tensors)
     dq, dk, dv, d_bias = found[:4]
     return dq, dk, dv, d_bias, found[4:count] if learn else [], found[count:] if learn_state else []
-
-
-def _added(
-    first: list[Tensor], totals: list[Tensor], states: list[Tensor], more: list[Tensor] | None, count: int
-) -> list[Tensor]:
-    """Gradients of the bands and those of plain operations; totals and states are empty where none are wanted."""
-    if more is None:
-        return [*first, *(totals or [torch.empty(0)] * count), *states]
-    given = [*first, *(totals or more[4 : 4 + count]), *(states or more[4 + count :])]
-    wanted = [True] * 4 + [bool(totals)] * count + [bool(states)] * (len(given) - 4 - count)
-    return [x + y if w else x for x, y, w in zip(given, more, wanted, strict=True)]
 
 
 def _shifted(sums: Sequence[Tensor], shift: Tensor) -> list[Tensor]:
@@ -159,34 +149,19 @@ def _shifted(sums: Sequence[Tensor], shift: Tensor) -> list[Tensor]:
     return [sums[1] * gain, sums[2] * gain, sums[3] * gain if gain.shape[2] == 1 else sums[3]]
 
 
-def _recomputed_grads(
-    call: RelativeCall, grad: Tensor, end: Sequence[Tensor], keep: int, lost: Tensor | None
-) -> list[Tensor]:
-    """Gradients of all `_leaves` by plain operations: of the whole call, or of lost rows and of the sums alone.
+def _recomputed_grads(call: RelativeCall, grad: Tensor, end: Sequence[Tensor], keep: int) -> list[Tensor]:
+    """Gradients of all `_leaves` by plain operations.
 
     Args:
         call: the inputs.
         grad: of the outputs.
         end: the shift of the sums that were returned, and the gradients of the others; or nothing.
         keep: number of last keys that are not in the sums.
-        lost: (B, H, L), the rows of ``grad`` that count; None: all.
     """
     with autograd_inside():
         own, leaves = _leaves(call)
-        outs, grads, sums = list[Tensor](), list[Tensor](), list[Tensor]()
-        if lost is None:
-            out, sums = pairs_attention(own, keep=keep if end else None)
-            outs, grads = [out], [grad]
-        else:
-            rows = _rows(own)
-            if bool(lost.any()):
-                zeros = rows.call.query.new_zeros(*lost.shape, call.value.shape[3])
-                outs = [with_exact_rows(rows, zeros, lost)]
-                grads = [grad.to(zeros.dtype)]
-            sums = end_sums(rows, keep) if end else []
-        if end:
-            outs += _shifted(sums, end[0])
-            grads += end[1:]
+        out, sums = pairs_attention(own, keep=keep if end else None)
+        outs, grads = [out, *(_shifted(sums, end[0]) if end else [])], [grad, *end[1:]]
         pairs = [(x, g) for x, g in zip(outs, grads, strict=True) if x.requires_grad]
         if not pairs:
             return [torch.zeros_like(x) for x in leaves]
@@ -266,9 +241,12 @@ def relative_attention(call: RelativeCall, *, keep: int | None = None) -> tuple[
         raise ValueError("right_state holds keys that a causal call does not see; leave it out, or is_causal=False.")
     if (call.state or call.right_state) and call.window is None:
         raise ValueError("sums of keys have the bias beyond a window, got window=None; give window=, or all keys.")
-    if transforms_active() or not (torch.compiler.is_compiling() or is_banded(call)):
+    level = is_level(call, keep)
+    if transforms_active() or not (torch.compiler.is_compiling() or level):
         return pairs_attention(call, keep=keep)
     tensors = {"query": call.query, "key": call.key, "value": call.value, "bias": call.bias, "slope": call.slope}
     no_tangents(**tensors, a_parameter_of_the_feature_map=call.tensors, state=call.state, right_state=call.right_state)
+    if level:
+        return _by_strips(call, keep is not None)
     out, _, _, end = _forward(*call.tensor_arguments, *call.settings, -1 if keep is None else keep)
     return out, end
