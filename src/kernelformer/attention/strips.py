@@ -650,7 +650,7 @@ class Pass:
         """Mask of the rows that see a far key, (c N, R C) bool."""
         st, c = self.st, self.st.together
         logs = torch.stack([x.log[1:] if side else x.log[:-1] for side, x in enumerate(t.ladders)])
-        shown = st.side_logs[: st.sides].repeat(1, self.count).view(st.sides, 1, self.N, 1) > EMPTY / 2
+        shown = st.side_logs[: st.sides, :: self.s.R].repeat(1, self.count).view(st.sides, 1, self.N, 1) > EMPTY / 2
         earlier = ((logs.amax(3) > EMPTY / 2) & shown).any(0)  # (c, N, 1)
         # By the bias, not by its factors, which underflow where entries differ by much.
         pairs = st.pairs((st.inner_table > EMPTY / 2).to(self.work.dtype))  # (G or 1, R C, n C)
