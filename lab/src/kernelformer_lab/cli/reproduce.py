@@ -109,7 +109,7 @@ def _listing(items: list[Item], place: Place) -> list[dict[str, Any]]:
                 "paper": item.paper,
                 "stands_for": item.where,
                 "about": item.about,
-                "size": item.size,
+                "differs": item.differs,
                 "claims": claims_as_json(item),
                 "core_hours": item.hours,
                 "jobs": len(item.jobs()),
@@ -129,7 +129,7 @@ def _claims(rows: list[dict[str, Any]]) -> list[str]:
         for x in rows
         for line in (
             f"\n{x['item']}: {x['about']}.",
-            f"Size: {x['size']}.",
+            f"Differs from the paper: {x['differs']}.",
             *(
                 f"- {claim['claim']} (paper: {claim['printed']})\n  {claim['rule'].replace('`', '')}"
                 for claim in x["claims"]
