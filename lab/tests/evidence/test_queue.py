@@ -42,6 +42,7 @@ from kernelformer_lab.evidence.records import (
     record_path,
     rule_commits,
     rule_key,
+    write_record,
 )
 from kernelformer_lab.evidence.rules import Above
 from page_checks import check_page
@@ -351,3 +352,37 @@ def test_the_probe_of_gradients_has_the_checkpoints_at_the_levels_and_the_end(pl
     assert probe["absolute_mean"] == probe["rows"][-1]["absolute_mean"] > 0
     assert probe["at_0"]["step"] == 1
     assert {k: v for k, v in probe.items() if k.startswith("at_")} == first_at_levels(probe["rows"])
+
+
+def test_a_claim_is_measured_again_with_other_seeds_and_shown_beside_its_record(place, monkeypatch):
+    from kernelformer_lab.evidence import ledger
+
+    part = replace(item().parts[0], attentions=("softmax:rotary=True", "elu:rotary=True", "local:rotary=True"), seeds=2)
+    one = replace(item(), parts=(part,))
+    again = one.again(1, 7)
+    assert [(x.name.split(":")[0], x.seed) for x in again.jobs()] == [
+        *(("softmax", 7), ("elu", 7)),
+        *(("softmax", 8), ("elu", 8)),
+    ]
+    assert not {x.key for x in again.jobs()} & {x.key for x in one.jobs()}
+    with pytest.raises(ValueError, match="has claims 1 to 1, got 2"):
+        one.again(2, 7)
+    seeds = {x.part: x.request["settings"]["seed"] for x in ITEMS["instability"].again(1, 100).jobs()}
+    assert seeds == {f"seed {i}": 100 + i for i in range(5)}
+    with pytest.raises(ValueError, match="no comparison of two attentions"):
+        ITEMS["eigenvalues"].again(1, 7)
+
+    def entry(each, value):
+        name, seed = each.name, each.seed
+        result = {"value": value + 0.01 * (seed % 2) * (name[0] == "s"), "metric": "loss", "diverged": False}
+        head = {"kind": "training", "part": "main", "name": name, "seed": seed, "key": each.key, "settings": {}}
+        return {**head, "result": result, "probes": {}}
+
+    for each, folder, extra in ((one, place.records, 0.0), (again, place.records / "again", 0.005)):
+        entries = [entry(x, 0.5 + 0.2 * (x.name[0] == "s") + extra * (x.name[0] == "s")) for x in each.jobs()]
+        write_record(folder, each, entries)
+    monkeypatch.setattr(ledger, "ITEMS", {one.name: one})
+    monkeypatch.setattr(ledger, "REPEATED", ((one.name, 1, 7), (one.name + "?", 1, 7)))
+    text = write_ledger(place.records)[1].read_text()
+    assert "## Measured again" in text
+    assert "| softmax is better (recall-test, from seed 7) | +0.205 ± 0.005 | +0.21 ± 0.005 | 0.7 | " in text

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol, get_args, get_type_hints
 
@@ -24,6 +24,7 @@ DATA = "data:"  # before a path below the folder of all data, in settings
 TRAINING, STUDY = "training", "study"
 MAIN = "main"  # the part of an item that has one
 OWN = "this library"
+AGAIN = "again"  # the folder of records of claims that are measured again
 PAPERS = {
     "Performer": "2009.14794",
     "KL-Transformer": "2110.08323",
@@ -162,11 +163,13 @@ class Finding:
             told) or "not run".
         ours: the figures with their spread.
         p: p-value of the hypothesis at the border between verdicts; 1 where nothing was tested.
+        gap: difference of the two sides and its standard error, where the rule is about one.
     """
 
     verdict: str
     ours: str
     p: float = 1.0
+    gap: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -221,6 +224,25 @@ class Item:
     study_values: Callable[[Mapping[str, Any]], Mapping[str, float]] | None = None
     paper_setting: bool = False
     history: str = ""
+
+    def again(self, number: int, first_seed: int) -> Item:
+        """The item with one of its claims (from 1 on) and what that needs, with seeds that begin elsewhere."""
+        if not 1 <= number <= len(self.claims):
+            raise ValueError(f"item {self.name!r} has claims 1 to {len(self.claims)}, got {number}.")
+        claim = self.claims[number - 1]
+        sides: Sequence[tuple[str, str]] = getattr(claim.rule, "sides", ())
+        if not sides and any(isinstance(x, Training) for x in self.parts):
+            raise ValueError(
+                f"claim {number} of item {self.name!r} is no comparison of two attentions; repeat one that is."
+            )
+        parts: list[Training | StudyPart] = []
+        for part in self.parts:
+            if isinstance(part, StudyPart):
+                settings = {**part.settings, "seed": part.settings.get("seed", 0) + first_seed}
+                parts.append(replace(part, settings=settings))
+            elif mine := [x for x in part.attentions if (part.name, x) in sides]:
+                parts.append(replace(part, attentions=mine, first_seed=first_seed))
+        return replace(self, claims=(claim,), parts=parts)
 
     def jobs(self) -> list[Job]:
         """All jobs of all parts: one seed of every part, then the next one."""

@@ -17,6 +17,7 @@ from kernelformer.formatting import short_names
 from kernelformer.page import COLOURS, Drawing, coded, figure, plain, render, safe, small, table
 from kernelformer_lab.analysis.statistics import Mean, benjamini_hochberg, holm, mean_over_seeds
 from kernelformer_lab.evidence.base import (
+    AGAIN,
     CONTRADICTED,
     MAIN,
     MISSING_RESULT,
@@ -196,6 +197,8 @@ def _panel(item: Item, part: str, rows: Sequence[_Row], anchor: str) -> Drawing:
 OUTSIDE: list[tuple[str, str, str]] = read_json(Path(__file__).with_name("outside.json"))
 FORMER: list[tuple[str, str, str, str, str]] = read_json(Path(__file__).with_name("changes.json"))
 PAIRED = "Runs of one seed are compared as pairs; no paper's setting."
+# Claims that were measured again from nothing: item, number of the claim, smallest seed.
+REPEATED = (("redrawing", 1, 100), ("cifar", 1, 100), ("instability", 1, 100))
 PAGE, SUMMARY, CHANGES = "ledger.html", "README.md", "changes.md"
 SECOND_LOOK = r"\*"  # an asterisk, in Markdown
 VERDICTS = (SUPPORTED, NOT_SEEN, CONTRADICTED, OPEN, MISSING_RESULT)
@@ -251,9 +254,10 @@ def write_ledger(records: Path) -> list[Path]:
         for item in ITEMS.values():
             refresh(records, item)
     judged = [judge(item, records) for item in ITEMS.values()]
+    repeated = repeats(judged, records)
     records.mkdir(parents=True, exist_ok=True)
     write_text(records / PAGE, page_text(judged, OUTSIDE))
-    write_text(records / SUMMARY, summary_text(judged))
+    write_text(records / SUMMARY, summary_text(judged, repeated))
     write_text(records / CHANGES, changes_text(judged))
     return [records / PAGE, records / SUMMARY]
 
@@ -348,7 +352,24 @@ def rule_origin(claim: Claim, each: Judged) -> str:
     return "changed later" if claim.second_look else "no commit kept"
 
 
-def summary_text(judged: Sequence[Judged]) -> str:
+def repeats(judged: Sequence[Judged], records: Path) -> list[list[str]]:
+    """Rows on claims that were measured again with seeds that were not used before."""
+    rows = []
+    for name, number, first_seed in REPEATED:
+        mine = next((x for x in judged if x.item.name == name), None)
+        if mine is None or not (records / AGAIN / f"{name}.json").exists():
+            continue
+        again = judge(mine.item.again(number, first_seed), records / AGAIN).findings[0]
+        first = mine.findings[number - 1]
+        if first.gap is not None and again.gap is not None:
+            apart = abs(first.gap[0] - again.gap[0]) / math.hypot(first.gap[1], again.gap[1])
+            shown_gaps = [f"{value:+.3g} ± {error:.2g}" for value, error in (first.gap, again.gap)]
+            claim = f"{plain(mine.item.claims[number - 1].text)} ({name}, from seed {first_seed})"
+            rows.append([claim, *shown_gaps, f"{apart:.1f}", first.verdict, again.verdict])
+    return rows
+
+
+def summary_text(judged: Sequence[Judged], repeated: Sequence[Sequence[str]] = ()) -> str:
     """The ledger as Markdown: counts, decided claims, a table of claims for each item, and what was not attempted."""
     every = [finding for x in judged for finding in x.findings if finding.verdict != MISSING_RESULT]
     corrected = dict(zip(map(id, every), holm([x.p for x in every]), strict=True))
@@ -363,6 +384,7 @@ def summary_text(judged: Sequence[Judged]) -> str:
         table(["claims of", *VERDICTS], count_rows(judged)),
         *remarks(judged),
         *_in_short(judged),
+        *_repeated(repeated),
     ]
     for paper, number in PAPERS.items():
         mine = [x for x in judged if x.item.paper == paper]
@@ -396,6 +418,18 @@ def summary_text(judged: Sequence[Judged]) -> str:
     rows = [[paper, plain(where), reason] for paper, where, reason in OUTSIDE]
     parts += ["## Other items of the papers", _left(table(["paper", "item", "where it stands"], rows))]
     return "\n\n".join(parts) + "\n"
+
+
+def _repeated(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The section on claims that were measured again."""
+    if not rows:
+        return []
+    head = ["claim", "difference on record", "again", "standard errors apart", "verdict", "again"]
+    told = (
+        f"Measured again from nothing, with seeds that were not used before ([records]({AGAIN})): differences that are "
+        "less than two standard errors apart agree."
+    )
+    return ["## Measured again", told, _left(table(head, rows))]
 
 
 def _corrected(finding: Finding, by_holm: float, discovered: float) -> str:

@@ -218,7 +218,7 @@ class Above:
         ours += f" ± {self.scale * gap.error:.2g}{'' if of_samples is None else ', sample by sample'}"
         if gap.error <= ROUNDING * max(abs(first.value), abs(second.value)):
             return Finding(OPEN, f"{ours}: neither seeds nor samples differ, so there is no error to compare with")
-        return Finding(self.verdict(gap), ours, self.p(gap))
+        return Finding(self.verdict(gap), ours, self.p(gap), (gap.value, gap.error))
 
     def _mean(self, groups: Sequence[Sequence[Entry]], gaps: Sequence[float], of_samples: float | None) -> Mean:
         """Mean of the differences, with their error over samples, which is the sum of both sides' where not paired."""
@@ -530,9 +530,8 @@ class SmallerCost:
         ours = f"{self.names[0]} {shown(first)}, {self.names[1]} {shown(second)} {self.unit}".rstrip()
         if not gap.error > 0:
             return Finding(OPEN, ours)
-        if abs(gap.value) <= gap.bound:
-            return Finding(OPEN, ours, gap.p())
-        return Finding(SUPPORTED if gap.value < 0 else NOT_SEEN, ours, gap.p())
+        verdict = OPEN if abs(gap.value) <= gap.bound else SUPPORTED if gap.value < 0 else NOT_SEEN
+        return Finding(verdict, ours, gap.p(), (gap.value, gap.error))
 
 
 def _listed(value: float | list[float]) -> list[float]:
