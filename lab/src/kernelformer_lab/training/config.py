@@ -48,9 +48,8 @@ class Run:
         group_by_length: batches are of samples of about one length, which saves padding; the task must know lengths.
         micro_batch: samples that go through the model at once on one process; None: the process's whole share.
         learning_rate: the largest; ``schedule`` says what it does after ``warmup_steps`` (linear from 0).
-        kernel_lr: of what the kernels learn, where they learn; None: the same. They are not decayed: decay pulls a
-            scale to zero, where a kernel sees nothing.
-        decay_kernels: apply ``weight_decay`` to them, as the code of KL-Transformer (2110.08323) does.
+        kernel_lr: of what the kernels learn, where they learn; None: the same. They are not decayed, unless
+            ``decay_kernels`` says so: decay pulls a scale to zero, where a kernel sees nothing.
         bias_lr: of tables of relative positions, where there are some; None: the same. An entry has to move by several
             units, which takes Adam that many times 1 / learning rate steps. They are never decayed.
         weight_decay: of AdamW, not for biases and norms.
@@ -81,6 +80,7 @@ class Run:
             0: all processes.
         workers: processes that get batches ready beside training; 0: training itself does, which is enough unless
             images are decoded on the way.
+        decay_kernels: apply ``weight_decay`` to what kernels learn, as the code of KL-Transformer (2110.08323) does.
     """
 
     task: str
@@ -95,7 +95,6 @@ class Run:
     micro_batch: int | None = None
     learning_rate: float = 1e-3
     kernel_lr: float | None = None
-    decay_kernels: bool = False
     bias_lr: float | None = None
     weight_decay: float = 0.01
     beta1: float = 0.9
@@ -118,6 +117,7 @@ class Run:
     log_every: int = 10
     context_parallel: int = 1
     workers: int = 0
+    decay_kernels: bool = False
 
     def __post_init__(self) -> None:
         def take(name: str, value: object) -> None:  # as a plain number: it may have been one of another library
