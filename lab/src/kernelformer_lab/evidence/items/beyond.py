@@ -18,7 +18,8 @@ RECALL = Item(
     "this library",
     "Sec. 9 of the methods; the task of Zoology (2312.04927)",
     "Which value stood beside a key, up to 30 tokens before: exact, linear, near/far and landmark attention",
-    "a question of our own: rows of 32 tokens, 4 pairs, 2 layers of 64, 600 steps of 64, 64 features, rate of the recipe",
+    "a question of our own: rows of 32 tokens, 4 pairs, 2 layers of 64, 600 steps of 64, 64 features, the rate of the "
+    "recipe",
     (
         Training(
             "main",
