@@ -77,7 +77,7 @@ VARIANTS: dict[str, tuple[str | type[FormulaMap], dict]] = {
     "trigonometric unnormalized": ("trigonometric", {"num_features": M, "normalize": False}),
     **{
         f"{f}": ("relu", {"num_features": M, "activation": f})
-        for f in ("relu", "exp", "sigmoid", "abs", "gelu", "cos", "tanh", "identity")
+        for f in ("relu", "exp", "sigmoid", "abs", "gelu", "cos", "tanh", "sign", "identity")
     },
     "relu without projection": ("relu", {"projection": False}),
     "relu without eps": ("relu", {"num_features": M, "eps": 0.0}),
@@ -227,7 +227,7 @@ def signed(variant: str) -> bool:
     return (
         method in ("trigonometric", "skyformer", "wildcat", "nystromformer", "rfa", "rfa-gate")
         or method.endswith("-rks")
-        or options.get("activation") in ("gelu", "cos", "tanh", "identity")
+        or options.get("activation") in ("gelu", "cos", "tanh", "sign", "identity")
     )
 
 

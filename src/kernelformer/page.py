@@ -186,7 +186,8 @@ def _environment(template: Path, **options: Any) -> Environment:
 def plain(text: object) -> str:
     """Escape a text for Markdown, in one line: nothing in it is markup, neither for Markdown nor for a browser."""
     line = " ".join(visible(text).split())
-    return re.sub(r"([\\`*_{}\[\]#|~$:@])", r"\\\1", html.escape(line, quote=False))
+    escaped = re.sub(r"([\\`*_{}\[\]#|])", r"\\\1", html.escape(line, quote=False))
+    return re.sub(r"[~$@]|:(?=\S)", lambda x: f"&#{ord(x[0])};", escaped)  # no renderer but GitHub's knows "\:"
 
 
 def code(text: str) -> str:

@@ -17,11 +17,33 @@ from kernelformer.errors import TrainingError
 from kernelformer_lab.bench import timing
 from kernelformer_lab.bench.timing import taking_timings, timings_under_way
 from kernelformer_lab.evidence import queue
-from kernelformer_lab.evidence.base import Claim, Finding, Item, StudyPart, Training
+from kernelformer_lab.evidence.base import (
+    CONTRADICTED,
+    MISSING_RESULT,
+    NOT_SEEN,
+    OPEN,
+    SUPPORTED,
+    Claim,
+    Finding,
+    Item,
+    StudyPart,
+    Training,
+)
 from kernelformer_lab.evidence.items import ITEMS, find_items
-from kernelformer_lab.evidence.ledger import Judged, judge, page_text, summary_text, write_ledger
+from kernelformer_lab.evidence.ledger import Judged, findings_of, judge, page_text, summary_text, write_ledger
 from kernelformer_lab.evidence.queue import PROBES, first_at_levels, make_data, run_here, run_queue, shrunk
-from kernelformer_lab.evidence.records import claims_as_json, current, folder_name, left, read_jobs, record_path
+from kernelformer_lab.evidence.records import (
+    claims_as_json,
+    commit,
+    current,
+    folder_name,
+    left,
+    read_jobs,
+    record_path,
+    rule_commits,
+    rule_key,
+    write_record,
+)
 from kernelformer_lab.evidence.rules import Above
 from page_checks import check_page
 
@@ -133,7 +155,7 @@ def test_unknown_items_are_named():
 def test_every_item_says_what_counts_before_it_runs():
     for each in ITEMS.values():
         assert each.claims
-        assert each.size
+        assert each.differs
         assert each.about
         assert all(x.rule.text.startswith("for: ") for x in each.claims)
         jobs = each.jobs()
@@ -159,7 +181,7 @@ def test_the_ledger_shows_every_claim_and_escapes_what_it_shows(place, monkeypat
     one = item()
     run_here([one], place, lambda _: None, lambda: None)
     odd = replace(
-        one, about="<script>alert(1)</script>", claims=(replace(one.claims[0], text="a | b <i>", late="<b>"),)
+        one, about="<script>alert(1)</script>", claims=(replace(one.claims[0], text="a | b <i>", second_look="<b>"),)
     )
     monkeypatch.setattr(ledger, "ITEMS", {odd.name: odd})
     page, summary = write_ledger(place.records)
@@ -190,25 +212,55 @@ def test_the_ledger_shows_studies_by_the_values_of_their_record(place, monkeypat
 
 def test_the_summary_begins_with_the_claims_by_their_verdict():
     claims = tuple(replace(item().claims[0], text=f"claim <{i}>") for i in range(5))
-    verdicts = ("open", "supports", "contradicts", "open", "not run")
+    verdicts = (OPEN, SUPPORTED, NOT_SEEN, OPEN, MISSING_RESULT)
     judged = Judged(replace(item(), claims=claims), [], [Finding(x, "") for x in verdicts])
     short = summary_text([judged]).split("## ")[1]
-    assert "Supported at this size:\n\n- claim &lt;1&gt; (this library, recall-test).\n\n" in short
-    assert "Contradicted at this size:\n\n- claim &lt;2&gt; (this library, recall-test).\n\n" in short
-    late = replace(claims[1], printed="not compared in the paper", late="margin narrowed")
-    own = Judged(replace(judged.item, paper="Skyformer", claims=(late,)), [], [Finding("supports", "")])
-    assert r"- claim &lt;1&gt; (our question, recall-test\*)." in summary_text([own])
+    assert "| our own questions | 1 | 1 | 0 | 2 | 1 |" in short
+    assert "4 claims were tested, 2 are decided" in short
+    assert "Supported:\n\n- claim &lt;1&gt; (our question, recall-test).\n\n" in short
+    assert "Not seen at this size:\n\n- claim &lt;2&gt; (our question, recall-test).\n\n" in short
+    late = replace(claims[1], second_look="margin narrowed")
+    other = Judged(replace(judged.item, paper="Skyformer", claims=(late,)), [], [Finding(SUPPORTED, "")])
+    assert r"- claim &lt;1&gt; (Skyformer, recall-test\*)." in summary_text([other])
+    assert "| Skyformer | 1 | 0 | 0 | 0 | 0 |" in summary_text([other])
     assert "Open, claims of: recall-test (2).\n\nNot run, claims of: recall-test." in short
-    undecided = Judged(replace(item(), claims=claims[:1]), [], [Finding("open", "")])
-    assert "at this size:" not in summary_text([undecided])
+
+
+def test_the_opposite_contradicts_a_paper_only_at_its_own_setting():
+    entries = [
+        {"kind": "training", "part": "main", "name": f"{name}:rotary=True", "seed": seed, "key": "", "probes": {}}
+        | {"result": {"value": value + 0.01 * seed * (1 + value), "metric": "loss", "diverged": False}}
+        for name, value in (("softmax", 0.2), ("elu", 0.8))
+        for seed in range(3)
+    ]
+    for setting, verdict in ((False, NOT_SEEN), (True, CONTRADICTED)):
+        finding = findings_of(replace(item(), paper_setting=setting), entries)[0]
+        assert finding.verdict == verdict
+
+
+def test_a_job_keeps_the_commit_and_the_rules_that_it_was_run_with(place):
+    one = item()
+    run_here([one], place, lambda _: None, lambda: None)
+    entries = read_jobs(place.records, one)
+    assert all(x["rules"] == [rule_key(one.claims[0])] for x in entries)
+    assert rule_commits(one.claims[0], entries) == {commit()}
+    worded = replace(one.claims[0], text="softmax is much better")
+    assert rule_commits(worded, entries) is None  # it came after the runs
+    other = replace(one, name="other-test")
+    assert run_queue([other], place) == []
+    copied = read_jobs(place.records, other)
+    assert [x["key"] for x in copied] == [x["key"] for x in entries]
+    assert all(x["rules"] == [] for x in copied)
 
 
 def test_the_ledger_in_the_results_is_made_from_the_records_beside_it():
     records = Path(__file__).parents[3] / "results" / "evidence"
     for each in ITEMS.values():
         head = json.loads(record_path(records, each).read_text())
-        told = (head["size"], head["about"], head["claims"])
-        assert told == (each.size, each.about, claims_as_json(each)), "kernelformer reproduce --page writes them again"
+        told = (head["differs"], head["about"], head["claims"])
+        assert told == (each.differs, each.about, claims_as_json(each)), (
+            "kernelformer reproduce --page writes them again"
+        )
     made = summary_text([judge(each, records) for each in ITEMS.values()])
     assert (records / "README.md").read_text() == made, "kernelformer reproduce --page writes it again"
 
@@ -300,3 +352,37 @@ def test_the_probe_of_gradients_has_the_checkpoints_at_the_levels_and_the_end(pl
     assert probe["absolute_mean"] == probe["rows"][-1]["absolute_mean"] > 0
     assert probe["at_0"]["step"] == 1
     assert {k: v for k, v in probe.items() if k.startswith("at_")} == first_at_levels(probe["rows"])
+
+
+def test_a_claim_is_measured_again_with_other_seeds_and_shown_beside_its_record(place, monkeypatch):
+    from kernelformer_lab.evidence import ledger
+
+    part = replace(item().parts[0], attentions=("softmax:rotary=True", "elu:rotary=True", "local:rotary=True"), seeds=2)
+    one = replace(item(), parts=(part,))
+    again = one.again(1, 7)
+    assert [(x.name.split(":")[0], x.seed) for x in again.jobs()] == [
+        *(("softmax", 7), ("elu", 7)),
+        *(("softmax", 8), ("elu", 8)),
+    ]
+    assert not {x.key for x in again.jobs()} & {x.key for x in one.jobs()}
+    with pytest.raises(ValueError, match="has claims 1 to 1, got 2"):
+        one.again(2, 7)
+    seeds = {x.part: x.request["settings"]["seed"] for x in ITEMS["instability"].again(1, 100).jobs()}
+    assert seeds == {f"seed {i}": 100 + i for i in range(5)}
+    with pytest.raises(ValueError, match="no comparison of two attentions"):
+        ITEMS["eigenvalues"].again(1, 7)
+
+    def entry(each, value):
+        name, seed = each.name, each.seed
+        result = {"value": value + 0.01 * (seed % 2) * (name[0] == "s"), "metric": "loss", "diverged": False}
+        head = {"kind": "training", "part": "main", "name": name, "seed": seed, "key": each.key, "settings": {}}
+        return {**head, "result": result, "probes": {}}
+
+    for each, folder, extra in ((one, place.records, 0.0), (again, place.records / "again", 0.005)):
+        entries = [entry(x, 0.5 + 0.2 * (x.name[0] == "s") + extra * (x.name[0] == "s")) for x in each.jobs()]
+        write_record(folder, each, entries)
+    monkeypatch.setattr(ledger, "ITEMS", {one.name: one})
+    monkeypatch.setattr(ledger, "REPEATED", ((one.name, 1, 7), (one.name + "?", 1, 7)))
+    text = write_ledger(place.records)[1].read_text()
+    assert "## Measured again" in text
+    assert "| softmax is better (recall-test, from seed 7) | +0.205 ± 0.005 | +0.21 ± 0.005 | 0.7 | " in text

@@ -106,14 +106,14 @@ def test_jobs_of_settings_that_an_item_no_longer_has_stay_and_are_marked(place):
 def test_the_ledger_leaves_records_alone_that_a_queue_works_on(place, monkeypatch):
     one = item()
     run_here([one], place, lambda _: None, lambda: None)
-    monkeypatch.setattr(ledger, "ITEMS", {one.name: replace(one, size="another")})
+    monkeypatch.setattr(ledger, "ITEMS", {one.name: replace(one, differs="another")})
     before = record_path(place.records, one).read_text()
     with locked(place.records):
         page, _ = write_ledger(place.records)
     assert "another" in page.read_text()
     assert record_path(place.records, one).read_text() == before
     write_ledger(place.records)
-    assert json.loads(record_path(place.records, one).read_text())["size"] == "another"
+    assert json.loads(record_path(place.records, one).read_text())["differs"] == "another"
 
 
 def test_two_queues_do_not_write_the_same_records(place):

@@ -96,6 +96,7 @@ def tiny_settings(name, home):
         "approximation": {"encoder": bert, "text": proteins, "lengths": (8, 16), "features": (4,)},
         "estimators": {"length": 20, "head_dim": 4, "features": (4, 8), "norms": (1.0,), "samples": 2, "dims": (2,)}
         | {"draws": 100, "tokens": 16},
+        "instability": {"attention": ("softmax", "elu"), "steps": 4, "starts": (0, 2), "window": 2, "batch": 2},
         "depth": {"model": bert, "text": proteins, "attention": favor, "draws": 2, "texts": 2, "length": 16},
         "amino-acids": {"model": bert, "text": proteins, "attention": favor, "sequences": 4, "resamples": 5},
         "positions": {"lengths": (32, 64), "draws": 2, "repeats": 1},

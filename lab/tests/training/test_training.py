@@ -575,7 +575,7 @@ def test_smoothing_changes_the_training_loss_only(tmp_path):
     assert smooth["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-6)
 
 
-def test_learned_kernels_have_their_own_rate_and_no_decay(tmp_path):
+def test_learned_kernels_have_their_own_rate_and_no_decay_unless_asked(tmp_path):
     optimizers = []
     original = RunTrainer.create_optimizer
 
@@ -587,7 +587,9 @@ def test_learned_kernels_have_their_own_rate_and_no_decay(tmp_path):
         patch.setattr(RunTrainer, "create_optimizer", kept)
         train(tiny("gmm-prf:num_features=8", steps=1, kernel_lr=0.5), tmp_path / "a", quiet=True)
         train(tiny("softmax", steps=1, kernel_lr=0.5), tmp_path / "b", quiet=True)
-    learned, fixed = optimizers
+        train(tiny("gmm-prf:num_features=8", steps=1, decay_kernels=True), tmp_path / "c", quiet=True)
+    learned, fixed, decayed = optimizers
+    assert [x["weight_decay"] for x in decayed.param_groups] == [0.01, 0, 0.01]
     assert [(x["initial_lr"], x["weight_decay"]) for x in learned.param_groups] == [(1e-3, 0.01), (1e-3, 0), (0.5, 0)]
     assert len(fixed.param_groups) == 2
     groups = [{id(x) for x in group["params"]} for group in learned.param_groups]

@@ -58,6 +58,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu": _plus_eps(F.gelu, nonnegative=False),
     "cos": _plus_eps(torch.cos, nonnegative=False),
     "tanh": _plus_eps(torch.tanh, nonnegative=False),
+    "sign": _plus_eps(torch.sign, nonnegative=False),  # angular kernel; without a gradient to queries and keys
     "identity": _plus_eps(lambda z: z, nonnegative=False),
     "elu": Activation(_log_elu, log=True),
 }

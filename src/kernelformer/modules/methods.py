@@ -262,7 +262,7 @@ METHODS: dict[str, Method] = {
         make=GeneralizedMap,
         paper=PERFORMER,
         equation="Eq. 5",
-        phi="f(wx) + ε; `activation=` relu, exp, sigmoid, abs, gelu, cos, tanh, identity",
+        phi="f(wx) + ε; `activation=` relu, exp, sigmoid, abs, gelu, cos, tanh, sign, identity",
         family="positive",
         per_head={"per_head": True, "projection": True},
     ),

@@ -278,6 +278,7 @@ _ACTIVATIONS = {
     "gelu": F.gelu,
     "cos": torch.cos,
     "tanh": torch.tanh,
+    "sign": torch.sign,
     "identity": torch.clone,
 }
 _NONNEGATIVE = ("relu", "exp", "sigmoid", "abs", "elu")

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations
 from statistics import fmean, stdev, variance
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-# Two-sided 95% quantiles of Student's t by degrees of freedom; beyond the last one 2 is on the safe side.
-_T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 10: 2.23, 15: 2.13, 20: 2.09}
 
 FEWEST = 30  # groups of samples, with which an error is uncertain by 13%
 
@@ -60,45 +58,40 @@ def mean_over_seeds(values: Sequence[float], sample_errors: Sequence[float] = ()
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference of two means, its standard error, and how many of these it takes to tell it from 0.
+    """Difference of a mean from a level, or of two means paired by seed, with its standard error.
 
     Args:
-        value: first minus second.
-        error: standard error, of both means, seeds and samples.
-        needed: errors that it takes: the larger of 2 and Student's 95% quantile.
+        value: the difference.
+        error: its standard error over seeds and samples.
+        freedom: degrees of freedom of Student's t.
     """
 
     value: float
     error: float
-    needed: float
+    freedom: float
 
     @property
     def bound(self) -> float:
-        """Half the width of the interval that the true difference is in, in 95 of 100 cases."""
-        return self.needed * self.error
+        """Half the width of the 95% interval, and at least two standard errors."""
+        return quantile(self.freedom) * self.error
+
+    def p(self, level: float = 0.0) -> float:
+        """Two-sided p-value of the hypothesis that the true difference is ``level``."""
+        return student_p(abs(self.value - level) / self.error, self.freedom)
 
 
-def difference(first: Mean, second: Mean, of_samples: float | None = None) -> Difference:
-    """First minus second, by Welch: nothing is assumed of equal spreads.
+def difference(mean: Mean, level: float = 0.0) -> Difference:
+    """Mean minus a level; of two means, of which every seed has a pair, ``mean`` is that of the differences.
 
-        error^2 = s_1^2 / n_1 + s_2^2 / n_2 + e_1^2 + e_2^2          (or e_12^2, see of_samples)
-        df      = error^4 / sum_i (s_i^2 / n_i)^2 / (n_i - 1)          (Satterthwaite)
+        error^2 = s^2 / n + e^2,    df = error^4 / ((s^2 / n)^2 / (n - 1))          (Satterthwaite)
 
-    Args:
-        first, second: means over seeds.
-        of_samples: squared standard error over samples of the difference itself (`paired`), in the place of e_1^2 +
-            e_2^2: errors of the same samples partly cancel where both find the same ones hard, and without it the
-            error is then on the safe side.
-
-    With three seeds on either side at most 5% of true equals are told apart, but up to 7% where all the spread is on
-    one side: its two degrees of freedom are themselves an estimate.
+    with the variance s^2 over the n seeds and the squared error e^2 over samples.
     """
-    of_samples = first.of_samples + second.of_samples if of_samples is None else of_samples
-    squared = first.of_seeds + second.of_seeds + of_samples
+    squared = mean.of_seeds + mean.of_samples
     if not math.isfinite(squared):
-        return Difference(first.value - second.value, math.nan, math.inf)
-    below = sum(x.of_seeds**2 / (x.count - 1) for x in (first, second))
-    return Difference(first.value - second.value, math.sqrt(squared), quantile(squared**2 / below if below else 1e9))
+        return Difference(mean.value - level, math.nan, 1.0)
+    freedom = (mean.count - 1) * (squared / mean.of_seeds) ** 2 if mean.of_seeds else math.inf
+    return Difference(mean.value - level, math.sqrt(squared), freedom)
 
 
 def paired(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> float | None:
@@ -120,10 +113,54 @@ def paired(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) 
     return squared if math.isfinite(squared) else None
 
 
+def student_p(t: float, freedom: float) -> float:
+    """Two-sided p-value of Student's t, ``P(|T| > t) = int_0^u sin^(df - 1) / int_0^(pi / 2) sin^(df - 1)``.
+
+    The upper limit is u = arctan(sqrt(df) / t); beyond 1000 degrees of freedom the normal distribution is taken.
+    """
+    if freedom > 1000:
+        return math.erfc(t / math.sqrt(2))
+
+    def integral(upper: float) -> float:
+        grid = np.linspace(0.0, upper, 4001)
+        return float(np.trapezoid(np.sin(grid) ** (freedom - 1), grid))
+
+    return integral(math.atan2(math.sqrt(freedom), t)) / integral(math.pi / 2)
+
+
+@cache
 def quantile(freedom: float) -> float:
-    """The larger of 2 and Student's two-sided 95% quantile; between the rows of its table the larger one."""
-    known = [count for count in _T if count <= freedom]
-    return max(2.0, _T[max(known)]) if known and freedom <= 30 else 2.0 if freedom > 30 else _T[1]
+    """The two-sided 95% quantile of Student's t, or 2 where that is larger."""
+    low, high = 2.0, 13.0
+    while student_p(low, freedom) > 0.05 and high - low > 1e-6:
+        middle = (low + high) / 2
+        low, high = (middle, high) if student_p(middle, freedom) > 0.05 else (low, middle)
+    return low
+
+
+def fisher_test(first: int, of_first: int, second: int, of_second: int) -> float:
+    """Two-sided p-value of Fisher's exact test that two shares ``first / of_first`` and ``second / "
+    "of_second`` agree."""
+    both, total = first + second, of_first + of_second
+    possible = range(max(0, both - of_second), min(both, of_first) + 1)
+    chance = {x: math.comb(of_first, x) * math.comb(of_second, both - x) for x in possible}
+    return sum(x for x in chance.values() if x <= chance[first]) / math.comb(total, both)
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """P-values adjusted by Holm's method, which bounds the probability of any false rejection."""
+    order, adjusted, least = sorted(range(len(p)), key=lambda i: p[i]), [0.0] * len(p), 0.0
+    for rank, i in enumerate(order):
+        adjusted[i] = least = min(1.0, max(least, (len(p) - rank) * p[i]))
+    return adjusted
+
+
+def benjamini_hochberg(p: Sequence[float]) -> list[float]:
+    """P-values adjusted by the method of Benjamini and Hochberg, which bounds the share of false rejections."""
+    order, adjusted, most = sorted(range(len(p)), key=lambda i: -p[i]), [0.0] * len(p), 1.0
+    for rank, i in enumerate(order):
+        adjusted[i] = most = min(most, len(p) / (len(p) - rank) * p[i])
+    return adjusted
 
 
 def rank_test(first: Sequence[float], second: Sequence[float]) -> float:

@@ -41,6 +41,12 @@ def reproduce(
         float | None, typer.Option(min=0.0, help="stop after so many hours; default: when all is done")
     ] = None,
     page: Annotated[bool, typer.Option("--page", help="write the ledger from what is on record, and stop")] = False,
+    claim: Annotated[
+        int | None, typer.Option(help="with --first-seed: the number of the claim of one item that is measured again")
+    ] = None,
+    first_seed: Annotated[
+        int | None, typer.Option(min=1, help="the smallest of new seeds, for a claim that is measured again")
+    ] = None,
     data: Annotated[
         Path, typer.Option(help="folder with a folder for each data set: imdb, enwik8, ... (docs/measured/evidence.md)")
     ] = Path("data"),
@@ -53,12 +59,21 @@ def reproduce(
     Two runs of one thread go side by side; nothing that is on record is run again, and a stopped queue resumes where
     it was.
     """
+    from kernelformer_lab.evidence.base import AGAIN
     from kernelformer_lab.evidence.items import find_items
     from kernelformer_lab.evidence.queue import Place
 
     with plain_errors(goes_on):
         chosen = find_items(items or [])
-        place = Place(data, out, records)
+        if claim is not None or first_seed is not None:
+            if claim is None or first_seed is None or len(chosen) != 1:
+                raise ValueError(
+                    "--claim N and --first-seed S go together, with one item: its claim N is measured again with seeds "
+                    "from S on."
+                )
+            chosen = [chosen[0].again(claim, first_seed)]
+        again = AGAIN if claim is not None else ""
+        place = Place(data, out / again, records / again)
         if list_:
             rows = _listing(chosen, place)
             console.print(_table(rows))
@@ -72,7 +87,7 @@ def reproduce(
         elif page:
             _write_page(records)
         else:
-            _run(chosen, place, hours)
+            _run(chosen, place, hours, records)
         if as_json and not quick:
             show_json(_listing(chosen, place))
 
@@ -109,7 +124,7 @@ def _listing(items: list[Item], place: Place) -> list[dict[str, Any]]:
                 "paper": item.paper,
                 "stands_for": item.where,
                 "about": item.about,
-                "size": item.size,
+                "differs": item.differs,
                 "claims": claims_as_json(item),
                 "core_hours": item.hours,
                 "jobs": len(item.jobs()),
@@ -129,7 +144,7 @@ def _claims(rows: list[dict[str, Any]]) -> list[str]:
         for x in rows
         for line in (
             f"\n{x['item']}: {x['about']}.",
-            f"Size: {x['size']}.",
+            f"Differs from the paper: {x['differs']}.",
             *(
                 f"- {claim['claim']} (paper: {claim['printed']})\n  {claim['rule'].replace('`', '')}"
                 for claim in x["claims"]
@@ -146,7 +161,7 @@ def _remarks(rows: list[dict[str, Any]]) -> list[str]:
     return [*lines, *([f"{kept}: {', '.join(old)}"] if old else [])]
 
 
-def _run(items: list[Item], place: Place, hours: float | None) -> None:
+def _run(items: list[Item], place: Place, hours: float | None, ledger: Path) -> None:
     from kernelformer_lab.evidence.queue import pending, run_queue
 
     rows = _listing(items, place)
@@ -163,7 +178,7 @@ def _run(items: list[Item], place: Place, hours: float | None) -> None:
         failed = run_queue(items, place, hours=hours, log=job.log, progress=job.advance)
     for line in failed:
         _say(f"failed: {line}")
-    _write_page(place.records)
+    _write_page(ledger)
     if failed:
         raise typer.Exit(1)
 

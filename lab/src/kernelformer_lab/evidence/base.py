@@ -1,7 +1,8 @@
 """Items of evidence: tables and figures of papers, their claims, and the jobs that are measured to judge them.
 
-An item is written down before it is run: its claims have a rule each that says which outcome counts for the paper and
-which against it, and its parts say what is trained or studied, at which size and with how many seeds.
+An item is committed before it is run: its claims have a rule each that says which outcome counts for the paper and
+which against it, and its parts say what is trained or studied, at which size and with how many seeds. Every job keeps
+the commit and the rules that it was run with.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol, get_args, get_type_hints
 
@@ -23,6 +24,7 @@ DATA = "data:"  # before a path below the folder of all data, in settings
 TRAINING, STUDY = "training", "study"
 MAIN = "main"  # the part of an item that has one
 OWN = "this library"
+AGAIN = "again"  # the folder of records of claims that are measured again
 PAPERS = {
     "Performer": "2009.14794",
     "KL-Transformer": "2110.08323",
@@ -68,9 +70,10 @@ class Training:
         attentions: specs, as `kernelformer compare` takes them.
         settings: what differs from the recipe, as ``--set``; texts that begin with "data:" are paths below the folder
             of all data.
-        seeds: how many, from 0 on.
+        seeds: how many.
         probes: names of `evidence.queue.PROBES`, measured on every trained model.
         by_curve: whether the learning curve is judged, so that the steps between evaluations are part of a job.
+        first_seed: the smallest.
     """
 
     name: str
@@ -80,6 +83,7 @@ class Training:
     seeds: int = 3
     probes: tuple[str, ...] = ()
     by_curve: bool = False
+    first_seed: int = 0
 
     def jobs(self) -> list[Job]:
         """All runs, seed by seed, so that a stopped queue has all attentions of a seed."""
@@ -88,7 +92,8 @@ class Training:
         run = change(find_recipe(self.recipe).run(CPU), {"save_every": None, "keep": 1, **self.settings})
         run = change(run, {"save_every": run.save_every or max(50, run.steps // 4)})
         jobs = []
-        for each in make_plan("", run, self.attentions, self.seeds, Path()).runs:
+        for planned in make_plan("", run, self.attentions, self.seeds, Path()).runs:
+            each = change(planned, {"seed": planned.seed + self.first_seed})
             request = each.as_json()
             every = {"eval_every": each.eval_every} if self.by_curve or each.select == "best" else {}
             key = _hash(TRAINING, {**_chosen(each), **every})
@@ -145,7 +150,8 @@ class Rule(Protocol):
         ...
 
 
-SUPPORTS, CONTRADICTS, OPEN, MISSING_RESULT = "supports", "contradicts", "open", "not run"
+SUPPORTED, NOT_SEEN, OPEN, MISSING_RESULT = "supported", "not seen at this size", "open", "not run"
+CONTRADICTED = "contradicted at the paper's own setting"  # what "not seen" becomes where an item has that setting
 
 
 @dataclass(frozen=True)
@@ -153,34 +159,36 @@ class Finding:
     """Verdict of the record on a claim.
 
     Args:
-        verdict: "supports", "contradicts", "open" (measured, and it cannot be told) or "not run".
+        verdict: "supported", "not seen at this size" (the opposite is measured), "open" (measured, and it cannot be
+            told) or "not run".
         ours: the figures with their spread.
+        p: p-value of the hypothesis at the border between verdicts; 1 where nothing was tested.
+        gap: difference of the two sides and its standard error, where the rule is about one.
     """
 
     verdict: str
     ours: str
+    p: float = 1.0
+    gap: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence of a paper that a measurement can support or contradict.
+    """A sentence of a paper, or a question of our own, that a measurement can support or not.
 
     Args:
-        text: what the paper claims.
-        printed: the paper's figures; "not in the paper", "not compared ..." where the claim is not one of it.
+        text: the claim; a margin of its rule stands in it ("within 4 points").
+        printed: the paper's figures.
         rule: what decides.
-        late: what of it was decided when runs that it judges were on record, for the page; rules come before runs else.
+        second_look: what of the claim, its rule or its runs was changed after results were known; "": nothing.
+        ours: True if no paper makes the claim.
     """
 
     text: str
     printed: str
     rule: Rule
-    late: str = ""
-
-    @property
-    def ours(self) -> bool:
-        """True if no paper claims it."""
-        return self.printed.startswith("not ")
+    second_look: str = ""
+    ours: bool = False
 
 
 @dataclass(frozen=True)
@@ -192,26 +200,49 @@ class Item:
         paper: a key of `PAPERS`.
         where: table, figure or section.
         about: one sentence on what is measured.
-        size: how far that is from the paper's size.
+        differs: how it differs from the paper: length, steps, features, rate, data.
         parts: what is trained and studied.
         claims: what is judged by it.
         hours: of one core, roughly.
         value: what its picture shows of a run, as a path into the entry of a job (see `evidence.rules`).
         unit: of that value, in words.
         study_values: what its picture shows of the record of a study, by name.
+        paper_setting: True if it has the paper's own setting, where the opposite of a claim contradicts the paper.
+        history: what was changed or repeated after results were known.
     """
 
     name: str
     paper: str
     where: str
     about: str
-    size: str
+    differs: str
     parts: Sequence[Training | StudyPart]
     claims: Sequence[Claim]
     hours: float
     value: str = "result.value"
     unit: str = ""
     study_values: Callable[[Mapping[str, Any]], Mapping[str, float]] | None = None
+    paper_setting: bool = False
+    history: str = ""
+
+    def again(self, number: int, first_seed: int) -> Item:
+        """The item with one of its claims (from 1 on) and what that needs, with seeds that begin elsewhere."""
+        if not 1 <= number <= len(self.claims):
+            raise ValueError(f"item {self.name!r} has claims 1 to {len(self.claims)}, got {number}.")
+        claim = self.claims[number - 1]
+        sides: Sequence[tuple[str, str]] = getattr(claim.rule, "sides", ())
+        if not sides and any(isinstance(x, Training) for x in self.parts):
+            raise ValueError(
+                f"claim {number} of item {self.name!r} is no comparison of two attentions; repeat one that is."
+            )
+        parts: list[Training | StudyPart] = []
+        for part in self.parts:
+            if isinstance(part, StudyPart):
+                settings = {**part.settings, "seed": part.settings.get("seed", 0) + first_seed}
+                parts.append(replace(part, settings=settings))
+            elif mine := [x for x in part.attentions if (part.name, x) in sides]:
+                parts.append(replace(part, attentions=mine, first_seed=first_seed))
+        return replace(self, claims=(claim,), parts=parts)
 
     def jobs(self) -> list[Job]:
         """All jobs of all parts: one seed of every part, then the next one."""

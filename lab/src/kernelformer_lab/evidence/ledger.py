@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +15,35 @@ from kernelformer.errors import TrainingError
 from kernelformer.files import read_json, write_text
 from kernelformer.formatting import short_names
 from kernelformer.page import COLOURS, Drawing, coded, figure, plain, render, safe, small, table
-from kernelformer_lab.analysis.statistics import Mean, mean_over_seeds
+from kernelformer_lab.analysis.statistics import Mean, benjamini_hochberg, holm, mean_over_seeds
 from kernelformer_lab.evidence.base import (
-    CONTRADICTS,
+    AGAIN,
+    CONTRADICTED,
     MAIN,
     MISSING_RESULT,
+    NOT_SEEN,
     OPEN,
     OWN,
     PAPERS,
-    SUPPORTS,
+    SUPPORTED,
     TRAINING,
     Claim,
     Finding,
     Item,
 )
 from kernelformer_lab.evidence.items import ITEMS
-from kernelformer_lab.evidence.records import current, read_jobs, refresh
+from kernelformer_lab.evidence.records import current, read_jobs, refresh, rule_commits
 from kernelformer_lab.evidence.rules import ALWAYS, SAMPLES, mean_of, runs_of, shown, value_of
 from kernelformer_lab.training.checkpoints import locked
 
 ABOUT = (
-    "What the four papers claim, what this library gets at the size of two CPU cores, and whether that supports the "
-    "claim, contradicts it or leaves it open. A verdict needs a difference of more than two standard errors over seeds "
-    "and samples together, or Student's quantile where that is larger. A difference taken sample by sample leaves out "
-    "what is hard for both models. Rules are in the records."
+    "Claims of the four papers and questions of our own, judged by runs at the size of two CPU cores. A "
+    "claim is supported "
+    "if the 95% interval of the difference, over seeds and validation samples together, is on its side. If "
+    "it is on the "
+    "other side, the claim is not seen at this size; it is contradicted only where an item has the paper's "
+    "own setting. "
+    "Everything else is open. Runs with the same seed are compared as pairs."
 )
 
 
@@ -59,14 +64,23 @@ def page_text(judged: Sequence[Judged], outside: Sequence[Sequence[str]]) -> str
         "Ledger of the papers' claims",
         ABOUT,
         "ledger",
+        verdicts=list(VERDICTS),
+        counted=count_rows(judged),
+        remarks=remarks(judged),
         overview=overview,
-        items=[_item(x) | {"paper": told} for paper, told in papers.items() for x in judged if x.item.paper == paper],
+        items=[
+            _item(x) | {"paper": told, "number": PAPERS[paper]}
+            for paper, told in papers.items()
+            for x in judged
+            if x.item.paper == paper
+        ],
         outside=[[paper, where, coded(reason)] for paper, where, reason in outside],
     )
 
 
 def _verdict(verdict: str) -> Markup:
-    return Markup('<span class="verdict {}">{}</span>').format(verdict.replace(" ", ""), verdict)
+    classes = {SUPPORTED: "supports", NOT_SEEN: "notseen", CONTRADICTED: "contradicts", MISSING_RESULT: "notrun"}
+    return Markup('<span class="verdict {}">{}</span>').format(classes.get(verdict, verdict), verdict)
 
 
 def _item(each: Judged) -> dict[str, Any]:
@@ -74,10 +88,12 @@ def _item(each: Judged) -> dict[str, Any]:
     measured = _rows(each.item, each.entries)
     claims = [
         [
-            coded(claim.text) + (Markup("<br>") + small(coded(claim.late)) if claim.late else ""),
+            coded(claim.text) + (Markup("<br>") + small(coded(claim.second_look)) if claim.second_look else ""),
             claim.printed,
             coded(finding.ours) or "–",  # noqa: RUF001
+            f"{finding.p:.2g}",
             _verdict(finding.verdict),
+            rule_origin(claim, each),
         ]
         for claim, finding in each.claims
     ]
@@ -179,9 +195,14 @@ def _panel(item: Item, part: str, rows: Sequence[_Row], anchor: str) -> Drawing:
 
 # Items of the papers that the queue does not measure: paper, where in it, and what measures it, or why nothing does.
 OUTSIDE: list[tuple[str, str, str]] = read_json(Path(__file__).with_name("outside.json"))
-PAGE, SUMMARY = "ledger.html", "README.md"
-LATE = r"\*"  # an asterisk, in Markdown
-VERDICTS = (SUPPORTS, CONTRADICTS, OPEN, MISSING_RESULT)
+FORMER: list[tuple[str, str, str, str, str]] = read_json(Path(__file__).with_name("changes.json"))
+PAIRED = "Runs of one seed are compared as pairs; no paper's setting."
+# Claims that were measured again from nothing: item, number of the claim, smallest seed.
+REPEATED = (("redrawing", 1, 100), ("cifar", 1, 100), ("instability", 1, 100))
+PAGE, SUMMARY, CHANGES = "ledger.html", "README.md", "changes.md"
+SECOND_LOOK = r"\*"  # an asterisk, in Markdown
+VERDICTS = (SUPPORTED, NOT_SEEN, CONTRADICTED, OPEN, MISSING_RESULT)
+ALPHA = 0.05
 
 
 @dataclass(frozen=True)
@@ -209,10 +230,18 @@ class Judged:
         return f"{len(self.entries)} of {len(self.item.jobs())} jobs"
 
 
+def findings_of(item: Item, entries: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Findings on all claims of an item; where it has the paper's own setting, the opposite contradicts the paper."""
+    findings = [claim.rule(entries) for claim in item.claims]
+    if not item.paper_setting:
+        return findings
+    return [replace(x, verdict=CONTRADICTED) if x.verdict == NOT_SEEN else x for x in findings]
+
+
 def judge(item: Item, records: Path) -> Judged:
     """Judge all claims of an item by what is on record."""
     entries = current(item, read_jobs(records, item))
-    return Judged(item, entries, [claim.rule(entries) for claim in item.claims])
+    return Judged(item, entries, findings_of(item, entries))
 
 
 def write_ledger(records: Path) -> list[Path]:
@@ -225,81 +254,214 @@ def write_ledger(records: Path) -> list[Path]:
         for item in ITEMS.values():
             refresh(records, item)
     judged = [judge(item, records) for item in ITEMS.values()]
+    repeated = repeats(judged, records)
     records.mkdir(parents=True, exist_ok=True)
     write_text(records / PAGE, page_text(judged, OUTSIDE))
-    write_text(records / SUMMARY, summary_text(judged))
+    write_text(records / SUMMARY, summary_text(judged, repeated))
+    write_text(records / CHANGES, changes_text(judged))
     return [records / PAGE, records / SUMMARY]
 
 
-def counts(judged: Sequence[Judged]) -> dict[str, int]:
-    """Count the claims by verdict."""
-    verdicts = [finding.verdict for x in judged for finding in x.findings]
-    return {verdict: verdicts.count(verdict) for verdict in VERDICTS}
+def changes_text(judged: Sequence[Judged]) -> str:
+    """The claims of the former version of the ledger with their verdicts then and now, and why they changed."""
+    now = {(x.item.name, claim.text): finding for x in judged for claim, finding in x.claims}
+    rows, known = [], set()
+    for item, former, verdict, text, reason in FORMER:
+        known.add((item, text))
+        finding = now.get((item, text))
+        told = "withdrawn" if finding is None else finding.verdict
+        claim = plain(former) if text in ("", former) else f"{plain(former)} → {plain(text)}"
+        same = told == verdict.replace("supports", SUPPORTED)
+        rows.append([item, claim, verdict, told if same else f"**{told}**", reason or ("" if same else PAIRED)])
+    new = [
+        [x.item.name, plain(claim.text), finding.verdict]
+        for x in judged
+        for claim, finding in x.claims
+        if (x.item.name, claim.text) not in known
+    ]
+    return (
+        "\n\n".join(
+            [
+                "# What changed in the ledger",
+                "The claims of the [ledger](README.md) as of version 0.2, with the verdicts of then and now. Three "
+                "things changed for all: runs with the same seed are compared as pairs, a claim whose opposite is "
+                "measured is *not seen at this size* unless the item has the paper's own setting, and margins stand in "
+                "the words of claims.",
+                _left(table(["item", "claim", "then", "now", "reason"], rows)),
+                "## New claims",
+                _left(table(["item", "claim", "verdict"], new)),
+            ]
+        )
+        + "\n"
+    )
 
 
-def summary_text(judged: Sequence[Judged]) -> str:
-    """The ledger as Markdown: a table of claims by paper, and what was not attempted."""
-    told = ", ".join(f"{count} {verdict}" for verdict, count in counts(judged).items())
+def is_ours(item: Item, claim: Claim) -> bool:
+    """True if no paper makes the claim."""
+    return claim.ours or item.paper == OWN
+
+
+def count_rows(judged: Sequence[Judged]) -> list[list[str]]:
+    """Numbers of claims by verdict: a row for each paper, for all papers, and for questions of our own."""
+
+    def row(name: str, findings: Sequence[Finding]) -> list[str]:
+        verdicts = [x.verdict for x in findings]
+        return [name, *(str(verdicts.count(x)) for x in VERDICTS)]
+
+    every = [(x.item, claim, finding) for x in judged for claim, finding in x.claims]
+    papers = [(item.paper, finding) for item, claim, finding in every if not is_ours(item, claim)]
+    return [
+        *(row(name, [x for paper, x in papers if paper == name]) for name, number in PAPERS.items() if number),
+        row("all papers", [x for _, x in papers]),
+        row("our own questions", [x for item, claim, x in every if is_ours(item, claim)]),
+    ]
+
+
+def remarks(judged: Sequence[Judged]) -> list[str]:
+    """Sentences on the number of tests, on corrections for it, and on second looks."""
+    every = [(claim, finding) for x in judged for claim, finding in x.claims]
+    tested = [x for _, x in every if x.verdict != MISSING_RESULT]
+    decided = [x.verdict != OPEN for x in tested]
+    p = [x.p for x in tested]
+    kept = [
+        sum(d and y <= ALPHA for d, y in zip(decided, adjusted(p), strict=True))
+        for adjusted in (holm, benjamini_hochberg)
+    ]
+    items = {x.item.name for x in judged if x.item.history}
+    looked = sum(bool(claim.second_look) or x.item.name in items for x in judged for claim, _ in x.claims)
+    committed = sum(rule_commits(claim, x.entries) is not None for x in judged for claim, _ in x.claims)
+    return [
+        f"{len(tested)} claims were tested, {sum(decided)} are decided at the level of 5% each; if none of "
+        f"them were true "
+        f"in either direction, about {ALPHA * len(tested):.0f} would be decided by chance. {kept[0]} "
+        f"decisions stand after "
+        f"Holm's correction over all tests, {kept[1]} with the false discovery rate of Benjamini and Hochberg at 5%.",
+        f"{looked} claims had a second look: their rule, wording or runs were changed after results were "
+        f"known, and say "
+        f"how. For {committed} claims every run keeps the commit that its rule was in when it began; runs before "
+        "20 November 2026 keep none. Pairing by seed was introduced then, for all claims at once, with "
+        "their results known.",
+    ]
+
+
+def rule_origin(claim: Claim, each: Judged) -> str:
+    """The commit of the runs that had the rule when they began, or what is known of a rule without one."""
+    commits = rule_commits(claim, each.entries)
+    if commits:
+        return ", ".join(sorted(commits))
+    return "changed later" if claim.second_look else "no commit kept"
+
+
+def repeats(judged: Sequence[Judged], records: Path) -> list[list[str]]:
+    """Rows on claims that were measured again with seeds that were not used before."""
+    rows = []
+    for name, number, first_seed in REPEATED:
+        mine = next((x for x in judged if x.item.name == name), None)
+        if mine is None or not (records / AGAIN / f"{name}.json").exists():
+            continue
+        again = judge(mine.item.again(number, first_seed), records / AGAIN).findings[0]
+        first = mine.findings[number - 1]
+        if first.gap is not None and again.gap is not None:
+            apart = abs(first.gap[0] - again.gap[0]) / math.hypot(first.gap[1], again.gap[1])
+            shown_gaps = [f"{value:+.3g} ± {error:.2g}" for value, error in (first.gap, again.gap)]
+            claim = f"{plain(mine.item.claims[number - 1].text)} ({name}, from seed {first_seed})"
+            rows.append([claim, *shown_gaps, f"{apart:.1f}", first.verdict, again.verdict])
+    return rows
+
+
+def summary_text(judged: Sequence[Judged], repeated: Sequence[Sequence[str]] = ()) -> str:
+    """The ledger as Markdown: counts, decided claims, a table of claims for each item, and what was not attempted."""
+    every = [finding for x in judged for finding in x.findings if finding.verdict != MISSING_RESULT]
+    corrected = dict(zip(map(id, every), holm([x.p for x in every]), strict=True))
+    discovered = dict(zip(map(id, every), benjamini_hochberg([x.p for x in every]), strict=True))
     parts = [
         "# Ledger of the papers' claims",
-        f"Made by `kernelformer reproduce` from the records beside this page; pictures and rules: [{PAGE}]({PAGE}). "
-        f"A verdict needs a difference of more than two standard errors, over seeds and over samples "
-        f"together, or Student's quantile where that is larger; everything else is open. A difference taken sample by "
-        f"sample leaves out what is hard for both models; in the others the errors of both are added. Sizes are those "
-        f"of two CPU cores, far from the papers', so that a verdict is about the claim at this size. Claims: {told}.",
-        "## In short",
-        f"What of a claim with a mark ({LATE}) was decided when runs were on record, its rule, its margin or its "
-        "words, stands in the table.",
+        f"{ABOUT} Sizes are those of two CPU cores, and each item begins with how it differs from the paper. Made by "
+        f"`kernelformer reproduce` from the records beside this page; pictures and rules: [{PAGE}]({PAGE}); "
+        f"what changed "
+        f"since the last version of the ledger, and why: [{CHANGES}]({CHANGES}).",
+        "## Summary",
+        table(["claims of", *VERDICTS], count_rows(judged)),
+        *remarks(judged),
         *_in_short(judged),
+        *_repeated(repeated),
     ]
     for paper, number in PAPERS.items():
         mine = [x for x in judged if x.item.paper == paper]
-        title = f"{paper} ([{number}](https://arxiv.org/abs/{number}))" if number else "Beyond the papers"
-        rows = [
-            [
-                f"[{x.item.name}]({x.item.name}.json), {plain(x.item.where)}" if x.entries else x.item.name,
-                plain(f"{claim.text} ({claim.late})" if claim.late else claim.text),
-                plain(claim.printed),
-                finding.ours.replace("|", "\\|") or plain(f"not run: {x.item.hours:g} core hours"),
-                f"**{finding.verdict}**" if finding.verdict in (SUPPORTS, CONTRADICTS) else finding.verdict,
+        if not mine:
+            continue
+        parts.append(f"## {paper} ([{number}](https://arxiv.org/abs/{number}))" if number else "## Beyond the papers")
+        for x in mine:
+            rows = [
+                [
+                    plain(claim.text) + (f" ({plain(claim.second_look)}){SECOND_LOOK}" if claim.second_look else ""),
+                    plain(claim.printed),
+                    finding.ours.replace("|", "\\|") or "not run",
+                    *(
+                        ["", ""]
+                        if finding.verdict == MISSING_RESULT
+                        else [f"{finding.p:.2g}", _corrected(finding, corrected[id(finding)], discovered[id(finding)])]
+                    ),
+                    finding.verdict if finding.verdict in (OPEN, MISSING_RESULT) else f"**{finding.verdict}**",
+                    rule_origin(claim, x),
+                ]
+                for claim, finding in x.claims
             ]
-            for x in mine
-            for claim, finding in x.claims
-        ]
-        if rows:
-            head = ["item", "claim", "printed", "here", "verdict"]
-            parts += [f"## {title}", _left(table(head, rows))]
-        sizes = [f"- **{x.item.name}** ({x.progress}): {plain(x.item.size)}." for x in mine]
-        if sizes:
-            parts += ["Sizes:", "\n".join(sizes)]
+            record = f"[record]({x.item.name}.json), " if x.entries else ""
+            parts += [
+                f"### {x.item.name}: {plain(x.item.where)}",
+                f"{'Differs from the paper' if number else 'Setting'}: {plain(x.item.differs)}.",
+                f"{plain(x.item.about)} ({record}{x.progress}, about {x.item.hours:g} core hours)."
+                + (f" Second look: {plain(x.item.history)}." if x.item.history else ""),
+                _left(table(["claim", "printed", "here", "p", "also by", "verdict", "rule"], rows)),
+            ]
     rows = [[paper, plain(where), reason] for paper, where, reason in OUTSIDE]
     parts += ["## Other items of the papers", _left(table(["paper", "item", "where it stands"], rows))]
     return "\n\n".join(parts) + "\n"
 
 
+def _repeated(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The section on claims that were measured again."""
+    if not rows:
+        return []
+    head = ["claim", "difference on record", "again", "standard errors apart", "verdict", "again"]
+    told = (
+        f"Measured again from nothing, with seeds that were not used before ([records]({AGAIN})): differences that are "
+        "less than two standard errors apart agree."
+    )
+    return ["## Measured again", told, _left(table(head, rows))]
+
+
+def _corrected(finding: Finding, by_holm: float, discovered: float) -> str:
+    """Corrections for the number of tests that a decision survives."""
+    if finding.verdict == OPEN:
+        return ""
+    return "Holm, BH" if by_holm <= ALPHA else "BH" if discovered <= ALPHA else "neither"
+
+
 def _in_short(judged: Sequence[Judged]) -> list[str]:
-    """The claims by their verdict, decided ones in words, the others by the names of their items."""
+    """The claims of papers by their verdict, decided ones in words, the others by the names of their items."""
     parts, papers = [], list(PAPERS)
     judged = sorted(judged, key=lambda x: papers.index(x.item.paper))
-    for verdict, title in ((SUPPORTS, "Supported at this size"), (CONTRADICTS, "Contradicted at this size")):
+    for verdict in (SUPPORTED, NOT_SEEN, CONTRADICTED):
         claims = [
             f"- {plain(claim.text)} ({_source(x.item, claim)})."
             for x in judged
             for claim, finding in x.claims
             if finding.verdict == verdict
         ]
-        parts += [f"{title}:", "\n".join(claims)] if claims else []
-    for verdict, title in ((OPEN, "Open"), (MISSING_RESULT, "Not run")):
+        parts += [f"{verdict.capitalize()}:", "\n".join(claims)] if claims else []
+    for verdict in (OPEN, MISSING_RESULT):
         names = [x.item.name for x in judged for finding in x.findings if finding.verdict == verdict]
         told = (f"{name} ({names.count(name)})" if names.count(name) > 1 else name for name in dict.fromkeys(names))
-        parts += [f"{title}, claims of: {', '.join(told)}."] if names else []
+        parts += [f"{verdict.capitalize()}, claims of: {', '.join(told)}."] if names else []
     return parts
 
 
 def _source(item: Item, claim: Claim) -> str:
     """Source and item of a claim, with a mark where something of it was decided late."""
-    whose = "our question" if claim.ours and item.paper != OWN else item.paper
-    return f"{whose}, {item.name}{LATE if claim.late else ''}"
+    whose = "our question" if is_ours(item, claim) else item.paper
+    return f"{whose}, {item.name}{SECOND_LOOK if claim.second_look or item.history else ''}"
 
 
 def _left(text: str) -> str:

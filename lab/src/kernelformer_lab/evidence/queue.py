@@ -27,7 +27,7 @@ from kernelformer.page import portable, rounded
 from kernelformer.settings import options
 from kernelformer_lab.bench.timing import BESIDE, timings_under_way
 from kernelformer_lab.evidence.base import TRAINING, Item, Job, StudyPart, Training, located, study_settings
-from kernelformer_lab.evidence.records import add_job, damage, folder_name, left, probed, read_entries
+from kernelformer_lab.evidence.records import add_job, commit, damage, folder_name, left, probed, read_entries
 from kernelformer_lab.evidence.rules import SAMPLES, TEST, VALUE
 from kernelformer_lab.jobs import STOPPED, Worker
 from kernelformer_lab.recipes.catalogue import find_recipe
@@ -207,6 +207,7 @@ def run_queue(
         StoppedError: Ctrl-C or SIGTERM; what ran was told to save, and the same call resumes there.
         TrainingError: another queue works on these records, or they cannot be written.
     """
+    commit()  # now: what is committed while jobs run is not what they are made with
     with locked(place.records, "runs the queue of"):
         return _run(items, place, hours, parallel, log, progress)
 
@@ -262,7 +263,7 @@ def _begin(item: Item, job: Job, place: Place, log: Log) -> _Running | None:
         with suppress(ValueError):  # a damaged record of another item; its own job says so
             for entry in read_entries(path):
                 if entry["key"] == job.key and probed(job, entry):
-                    add_job(place.records, item, job, entry)
+                    add_job(place.records, item, job, entry, copied=True)
                     log(f"{item.name}: {_title(job)}: on record in another item")
                     return None
     make_missing(job.data, place.data, log)
@@ -486,6 +487,7 @@ TASK: dict[str, Any] = {
     "length": 32,
     "vocab_size": 300,
     "bleu_samples": 2,
+    "min_length": 10,
     "max_length": 32,
 }
 # Of studies, by name of the setting: whatever makes them short.
@@ -499,6 +501,8 @@ STUDY: dict[str, Any] = {
     "draws": 2,
     "samples": 2,
     "texts": 1,
+    "starts": (0,),
+    "window": 1,
 }
 WORDS = ("film", "year", "good", "bad", "seen", "came", "ends", "all", "how", "who", "and", "it", "was", "by")
 ACIDS = "ACDEFGHIKLMNPQRSTVWY"
@@ -512,7 +516,11 @@ def shrunk(item: Item) -> Item:
 def _shrunk(part: Training | StudyPart) -> Training | StudyPart:
     if isinstance(part, StudyPart):
         known = {x.name: how.least for x, how in options(find_study(part.study).settings)}
-        small = {name: max(x, int(known[name] or 0)) for name, x in STUDY.items() if name in known}
+        small = {
+            name: x if isinstance(x, tuple) else max(x, int(known[name] or 0))
+            for name, x in STUDY.items()
+            if name in known
+        }
         return replace(part, settings={**part.settings, **small})
     task = find_recipe(part.recipe).task
     made = {f"task.{name}": x for name, x in TASK.items() if name in task_options(task)}

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
+import subprocess
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from kernelformer.files import read_json, write_text
 from kernelformer.page import as_text, portable
-from kernelformer_lab.evidence.base import PAPERS, TRAINING, Item, Job
+from kernelformer_lab.evidence.base import PAPERS, TRAINING, Claim, Item, Job
 
+RULES, COMMIT = "rules", "commit"  # of every job: keys of its item's claims, and the commit, when it was run
 NEEDED = {"key", "part", "kind", "name", "seed"}  # of every job on record
 SUPERSEDED = "superseded"  # set on jobs of settings that their item no longer has
 
@@ -80,9 +84,46 @@ def probed(job: Job, entry: Mapping[str, Any]) -> bool:
     return not job.probes or entry["result"]["diverged"] or set(job.probes) <= entry["probes"].keys()
 
 
-def add_job(folder: Path, item: Item, job: Job, outcome: Mapping[str, Any]) -> None:
-    """Put a finished job on record; all other jobs stay."""
+@cache
+def commit() -> str:
+    """The commit of this code, with a plus where evidence was changed since; "" outside of a repository."""
+    here = Path(__file__).parent
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=10", "HEAD") + ("+" if git("status", "--porcelain", "--", str(here)) else "")
+    except OSError:  # git is not installed
+        return ""
+
+
+def rule_key(claim: Claim) -> str:
+    """Hash of a claim and its rule: another wording or margin is another rule."""
+    return hashlib.sha256(f"{claim.text}\n{claim.rule.text}".encode()).hexdigest()[:8]
+
+
+def rule_commits(claim: Claim, entries: Sequence[Mapping[str, Any]]) -> set[str] | None:
+    """Commits of the runs that a rule judges; None if one of them was made without the rule, or says nothing."""
+    if not entries or any(rule_key(claim) not in x.get(RULES, ()) for x in entries):
+        return None
+    return {x[COMMIT] for x in entries}
+
+
+def add_job(folder: Path, item: Item, job: Job, outcome: Mapping[str, Any], *, copied: bool = False) -> None:
+    """Put a finished job on record, with the commit and the rules that it was run with; all other jobs stay.
+
+    Args:
+        folder: of the records.
+        item: that the job is of.
+        job: that was done.
+        outcome: of it.
+        copied: True for a job that another item has run, before the rules of this one were known to it.
+    """
     head: dict[str, Any] = {"part": job.part, "kind": job.kind, "name": job.name, "seed": job.seed}
+    now: dict[str, Any] = {COMMIT: commit(), RULES: [rule_key(claim) for claim in item.claims]}
+    head |= {COMMIT: outcome.get(COMMIT, ""), RULES: []} if copied else now
     if job.kind == TRAINING:
         head["settings"] = dict(job.request)  # with "data:" for the folder of data, wherever that is
     entries = [x for x in read_jobs(folder, item) if x["key"] != job.key]
@@ -92,15 +133,17 @@ def add_job(folder: Path, item: Item, job: Job, outcome: Mapping[str, Any]) -> N
 def claims_as_json(item: Item) -> list[dict[str, str]]:
     """Claims of an item with the paper's figures and the rules that judge them."""
     return [
-        {"claim": x.text, "printed": x.printed, "rule": x.rule.text, **({"late": x.late} if x.late else {})}
+        {
+            **{"claim": x.text, "printed": x.printed, "rule": x.rule.text, "rule_key": rule_key(x)},
+            **({"second_look": x.second_look} if x.second_look else {}),
+        }
         for x in item.claims
     ]
 
 
 def refresh(folder: Path, item: Item) -> None:
     """Write a record again where the item was worded or defined anew: its claims and rules are those of now."""
-    if record_path(folder, item).exists():
-        write_record(folder, item, read_jobs(folder, item))
+    write_record(folder, item, read_jobs(folder, item))
 
 
 def write_record(folder: Path, item: Item, entries: Sequence[dict[str, Any]]) -> None:
@@ -120,7 +163,8 @@ def write_record(folder: Path, item: Item, entries: Sequence[dict[str, Any]]) ->
         "paper": f"{item.paper} ({number})" if number else item.paper,
         "where": item.where,
         "about": item.about,
-        "size": item.size,
+        "differs": item.differs,
+        **({"history": item.history} if item.history else {}),
         "command": f"kernelformer reproduce {item.name}",
         "claims": claims_as_json(item),
         "settings": shared,

@@ -10,13 +10,22 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from kernelformer_lab.analysis.statistics import Difference, Mean, difference, mean_over_seeds, paired, rank_test
-from kernelformer_lab.evidence.base import CONTRADICTS, MAIN, MISSING_RESULT, OPEN, SUPPORTS, TRAINING, Finding
+from kernelformer_lab.analysis.statistics import (
+    Difference,
+    Mean,
+    difference,
+    fisher_test,
+    mean_over_seeds,
+    paired,
+    rank_test,
+)
+from kernelformer_lab.evidence.base import MAIN, MISSING_RESULT, NOT_SEEN, OPEN, SUPPORTED, TRAINING, Finding
 
 Entry = Mapping[str, Any]
 VALUE, TEST = "result.value", "result.test"
 SAMPLES = "samples"  # the probe that says what samples add to the error of a value
 REACH = "reach"
+ROUNDING = 1e-9  # relative errors below it are no spread over seeds
 ALWAYS = ("relative", "rotary", "window", "kernel", "start")  # options that make another method of one
 QUANTILE = "(or Student's quantile of them, if larger)"
 
@@ -81,6 +90,11 @@ def mean_of(entries: Sequence[Entry], part: str, attention: str, path: str = VAL
     """Mean over the seeds of an attention that have the value; None where none has."""
     mine = [x for x in runs_of(entries, part, attention) if math.isfinite(value_of(x, path))]
     return mean_over_seeds([value_of(x, path) for x in mine], [sample_error(x, path) for x in mine]) if mine else None
+
+
+def _errors(entries: Sequence[Entry], path: str) -> list[float]:
+    """Standard errors over samples of the values of runs."""
+    return [sample_error(x, path) for x in entries]
 
 
 def paired_samples(sides: Sequence[Sequence[Entry]], path: str) -> float | None:
@@ -178,16 +192,23 @@ class Above:
         return [f"`{name}`" if part == MAIN else f"`{name}` ({part})" for (part, _), name in both]
 
     def __call__(self, entries: Sequence[Entry]) -> Finding:
-        """Judge by the means over seeds; where a run has no value, it is open."""
-        sides, (one, other) = self.sides, self.names
-        if not all(runs_of(entries, *side) for side in sides):
+        """Judge by the mean difference of runs with the same seed; where a run has no value, it is open."""
+        groups, (one, other) = [runs_of(entries, *side) for side in self.sides], self.names
+        if not all(groups):
             return Finding(MISSING_RESULT, "")
-        first, second = (mean_of(entries, *side, self.path) for side in sides)
-        lost = [without(entries, *side, self.path) for side in sides]
-        if first is None or second is None:
+        values = [{x["seed"]: value_of(x, self.path) for x in group} for group in groups]
+        lost = [sum(not math.isfinite(x) for x in each.values()) for each in values]
+        if any(lost):
             return Finding(OPEN, f"runs of {one}, {other} without a value: {lost[0]}, {lost[1]}")
-        of_samples = paired_samples([runs_of(entries, *side) for side in sides], self.path)
-        gap = difference(first, second, of_samples)
+        pairs = [(values[0][seed], values[1][seed]) for seed in values[0] if seed in values[1]]
+        if not pairs:
+            return Finding(OPEN, f"no seed has runs of both {one} and {other}")
+        of_samples = paired_samples(groups, self.path)
+        gap = difference(self._mean(groups, [a - b for a, b in pairs], of_samples))
+        first, second = (
+            mean_over_seeds(list(each.values()), _errors(group, self.path))
+            for each, group in zip(values, groups, strict=True)
+        )
         ours = (
             f"{one} {shown(first, self.scale)}, {other} {shown(second, self.scale)}; "
             f"difference {self.scale * gap.value:+.2g}"
@@ -195,17 +216,26 @@ class Above:
         if not math.isfinite(gap.error):
             return Finding(OPEN, f"{ours}, one seed")
         ours += f" ± {self.scale * gap.error:.2g}{'' if of_samples is None else ', sample by sample'}"
-        if gap.error == 0:
-            return Finding(OPEN, f"{ours}: no spread at all, so that nothing says how sure it is")
-        if any(lost):
-            return Finding(OPEN, f"{ours}; runs without a value: {lost[0]}, {lost[1]}")
-        return Finding(self.verdict(gap), ours)
+        if gap.error <= ROUNDING * max(abs(first.value), abs(second.value)):
+            return Finding(OPEN, f"{ours}: neither seeds nor samples differ, so there is no error to compare with")
+        return Finding(self.verdict(gap), ours, self.p(gap), (gap.value, gap.error))
+
+    def _mean(self, groups: Sequence[Sequence[Entry]], gaps: Sequence[float], of_samples: float | None) -> Mean:
+        """Mean of the differences, with their error over samples, which is the sum of both sides' where not paired."""
+        mean = mean_over_seeds(gaps)
+        if of_samples is None:
+            of_samples = sum(mean_over_seeds([0.0], _errors(group, self.path)).of_samples for group in groups)
+        return Mean(mean.value, mean.count, mean.of_seeds, of_samples)
 
     def verdict(self, gap: Difference) -> str:
         """Verdict on a difference."""
         if abs(gap.value) <= gap.bound:
             return OPEN
-        return SUPPORTS if (gap.value < 0) == self.below else CONTRADICTS
+        return SUPPORTED if (gap.value < 0) == self.below else NOT_SEEN
+
+    def p(self, gap: Difference) -> float:
+        """P-value of the hypothesis that the true difference is at the border between verdicts."""
+        return gap.p()
 
 
 @dataclass(frozen=True)
@@ -232,8 +262,12 @@ class AtLeast(Above):
         """Verdict on a difference."""
         better = -gap.value if self.below else gap.value
         if better - gap.bound > -self.margin:
-            return SUPPORTS
-        return CONTRADICTS if better + gap.bound < -self.margin else OPEN
+            return SUPPORTED
+        return NOT_SEEN if better + gap.bound < -self.margin else OPEN
+
+    def p(self, gap: Difference) -> float:
+        """P-value of the hypothesis that the first is worse by exactly the margin."""
+        return gap.p(self.margin if self.below else -self.margin)
 
 
 @dataclass(frozen=True)
@@ -258,8 +292,12 @@ class Alike(Above):
     def verdict(self, gap: Difference) -> str:
         """Verdict on a difference."""
         if abs(gap.value) + gap.bound < self.margin:
-            return SUPPORTS
-        return CONTRADICTS if abs(gap.value) - gap.bound > self.margin else OPEN
+            return SUPPORTED
+        return NOT_SEEN if abs(gap.value) - gap.bound > self.margin else OPEN
+
+    def p(self, gap: Difference) -> float:
+        """P-value of the hypothesis that they differ by exactly the margin."""
+        return gap.p(math.copysign(self.margin, gap.value))
 
 
 @dataclass(frozen=True)
@@ -302,13 +340,15 @@ class Level:
         if mean is None:
             return Finding(OPEN if runs_of(entries, self.part, self.attention) else MISSING_RESULT, "")
         ours = f"`{brief(self.attention, '')}`: {self.name} {shown(mean, self.scale)}"
-        gap = difference(mean, Mean(self.level, 2, 0.0, 0.0))
+        gap = difference(mean, self.level)
         lost = without(entries, self.part, self.attention, self.path)
-        if lost or not math.isfinite(gap.error) or abs(gap.value) <= gap.bound:
+        if lost or not gap.error > 0:
             return Finding(OPEN, f"{ours}; runs without a value: {lost}" if lost else ours)
+        if abs(gap.value) <= gap.bound:
+            return Finding(OPEN, ours, gap.p())
         if (gap.value > 0) == self.above:
-            return Finding(SUPPORTS, ours)
-        return Finding(CONTRADICTS if self.against else OPEN, ours)
+            return Finding(SUPPORTED, ours, gap.p())
+        return Finding(NOT_SEEN if self.against else OPEN, ours, gap.p())
 
 
 @dataclass(frozen=True)
@@ -321,7 +361,7 @@ class Where:
     """
 
     condition: Level
-    rule: Above
+    rule: Above | All
 
     @property
     def text(self) -> str:
@@ -331,9 +371,9 @@ class Where:
     def __call__(self, entries: Sequence[Entry]) -> Finding:
         """Judge, if the condition holds."""
         finding, condition = self.rule(entries), self.condition(entries)
-        if finding.verdict == MISSING_RESULT or condition.verdict == SUPPORTS:
+        if finding.verdict == MISSING_RESULT or condition.verdict == SUPPORTED:
             return finding
-        return Finding(OPEN, f"{finding.ours}; too little is learned to tell ({condition.ours})")
+        return Finding(OPEN, f"{finding.ours}; too little is learned to tell ({condition.ours})", 1.0)
 
 
 @dataclass(frozen=True)
@@ -352,10 +392,13 @@ class All:
         findings = [rule(entries) for rule in self.rules]
         ours = "; ".join(f"{x.ours} ({x.verdict})" for x in findings if x.ours)
         verdicts = {x.verdict for x in findings}
-        for verdict in (CONTRADICTS, MISSING_RESULT, OPEN):
-            if verdict in verdicts:
-                return Finding(verdict, ours)
-        return Finding(SUPPORTS, ours)
+        if NOT_SEEN in verdicts:
+            return Finding(
+                NOT_SEEN, ours, min(1.0, len(findings) * min(x.p for x in findings if x.verdict == NOT_SEEN))
+            )
+        p = max(x.p for x in findings)
+        verdict = next((x for x in (MISSING_RESULT, OPEN) if x in verdicts), SUPPORTED)
+        return Finding(verdict, ours, p)
 
 
 LEAST = 0.05  # p-value below which an order counts
@@ -388,9 +431,47 @@ class Later(Above):
         one, other = self.names
         ours = f"{one} {_shown(first)}, {other} {_shown(second)}; p = {p:.2g} by ranks"
         if p >= LEAST:
-            return Finding(OPEN, ours)
+            return Finding(OPEN, ours, p)
         later = sum((a > b) - (a < b) for a in first for b in second) > 0
-        return Finding(SUPPORTS if later != self.below else CONTRADICTS, ours)
+        return Finding(SUPPORTED if later != self.below else NOT_SEEN, ours, p)
+
+
+@dataclass(frozen=True)
+class LearnedBy(Above):
+    """More runs of the first attention than of the second reach a level, by Fisher's exact test.
+
+    For results with two modes, such as recall, where a run either learns the task or does not.
+
+    Args:
+        level: value from which a run counts as having learned.
+    """
+
+    level: float = 0.5
+
+    @property
+    def text(self) -> str:
+        """The rule in words."""
+        word, other = ("fewer", "more") if self.below else ("more", "fewer")
+        return (
+            f"for: {word} runs of {self.names[0]} than of {self.names[1]} have {self.name} of at least "
+            f"{self.scale * self.level:g}, by Fisher's exact test (p < {LEAST:g}); against: {other}; else open"
+        )
+
+    def __call__(self, entries: Sequence[Entry]) -> Finding:
+        """Judge by the numbers of runs that have learned."""
+        groups = [runs_of(entries, *side) for side in self.sides]
+        if not all(groups):
+            return Finding(MISSING_RESULT, "")
+        (first, all_first), (second, all_second) = (
+            (sum(value_of(x, self.path) >= self.level for x in group), len(group)) for group in groups
+        )
+        p = fisher_test(first, all_first, second, all_second)
+        one, other = self.names
+        ours = f"{one} {first} of {all_first} runs, {other} {second} of {all_second}; p = {p:.2g} (Fisher)"
+        if p >= LEAST:
+            return Finding(OPEN, ours, p)
+        more = first / all_first > second / all_second
+        return Finding(SUPPORTED if more != self.below else NOT_SEEN, ours, p)
 
 
 def _shown(values: Sequence[float]) -> str:
@@ -411,42 +492,65 @@ def studies_of(entries: Sequence[Entry], parts: Sequence[str]) -> list[Record]:
 
 @dataclass(frozen=True)
 class SmallerCost:
-    """One of two values of a study, repeated with several seeds, is smaller than the other.
+    """One of two values of a study is smaller than the other: by the mean of their differences over seeds or samples.
 
     Args:
         parts: the study with its seeds.
-        first, second: the values of a record, and `names` what people call them.
+        first, second: the values of a record, one or a list, and `names` what people call them.
         unit: of both.
+        over: what the values are independent over.
     """
 
     parts: Sequence[str]
-    first: Callable[[Record], float]
-    second: Callable[[Record], float]
+    first: Callable[[Record], float | list[float]]
+    second: Callable[[Record], float | list[float]]
     names: tuple[str, str]
     unit: str
+    over: str = "seeds"
 
     @property
     def text(self) -> str:
         """The rule in words."""
         return (
-            f"for: {self.names[0]} is below {self.names[1]} by more than two standard errors over seeds (or Student's "
-            f"quantile, if larger); against: above by as much; else open"
+            f"for: {self.names[0]} is below {self.names[1]} by more than two standard errors over "
+            f"{self.over} {QUANTILE}; "
+            f"against: above by as much; else open"
         )
 
     def __call__(self, entries: Sequence[Entry]) -> Finding:
-        """Judge by the means over the seeds that are on record."""
+        """Judge by the mean difference of the values of the same seed or sample."""
         records = studies_of(entries, self.parts)
         if not records:
             return Finding(MISSING_RESULT, "")
-        values = [[value(x) for x in records] for value in (self.first, self.second)]
+        values = [[y for x in records for y in _listed(value(x))] for value in (self.first, self.second)]
         if not all(math.isfinite(x) for side in values for x in side):
             return Finding(OPEN, f"{self.names[0]} or {self.names[1]} is not finite")
         first, second = map(mean_over_seeds, values)
-        gap = difference(first, second)
-        ours = f"{self.names[0]} {shown(first)}, {self.names[1]} {shown(second)} {self.unit}"
-        if not math.isfinite(gap.error) or abs(gap.value) <= gap.bound:
+        gap = difference(mean_over_seeds([a - b for a, b in zip(*values, strict=True)]))
+        ours = f"{self.names[0]} {shown(first)}, {self.names[1]} {shown(second)} {self.unit}".rstrip()
+        if not gap.error > 0:
             return Finding(OPEN, ours)
-        return Finding(SUPPORTS if gap.value < 0 else CONTRADICTS, ours)
+        verdict = OPEN if abs(gap.value) <= gap.bound else SUPPORTED if gap.value < 0 else NOT_SEEN
+        return Finding(verdict, ours, gap.p(), (gap.value, gap.error))
+
+
+def _listed(value: float | list[float]) -> list[float]:
+    return value if isinstance(value, list) else [value]
+
+
+def instability(attention: str) -> Callable[[Record], float]:
+    """Logarithm of the mean score of an attention over the last window of the study ``instability``."""
+
+    def score(record: Record) -> float:
+        mine = [x for x in record["rows"] if x["attention"] == attention]
+        return math.log(max(mine, key=lambda x: x["start"])["mean"])
+
+    return score
+
+
+def instabilities(record: Record) -> dict[str, float]:
+    """Mean scores of the study ``instability``, by attention and window."""
+    return {f"{x['attention'].split(':')[0]}, after step {x['start']}": x["mean"] for x in record["rows"]}
 
 
 def conversion_cost(model: str, features: int) -> Callable[[Record], float]:
@@ -458,6 +562,15 @@ def conversion_cost(model: str, features: int) -> Callable[[Record], float]:
         return math.nan if None in (row["mean"], mine["bits_per_byte"]) else float(row["mean"] - mine["bits_per_byte"])
 
     return cost
+
+
+def converted_bits(model: str, features: int) -> Callable[[Record], float]:
+    """Bits per byte of a model of the study ``normalized`` with so many features, without fine-tuning."""
+
+    def value(record: Record) -> float:
+        return _number(next(x for x in record["models"][model]["converted"] if x["features"] == features)["mean"])
+
+    return value
 
 
 def conversion_costs(record: Record) -> dict[str, float]:
@@ -478,7 +591,9 @@ def moved_values(record: Record) -> dict[str, float]:
     for name, row in zip(names, record["moved"], strict=True):
         values[f"{name}, at once"] = moved_at_once(row["attention"])(record)
         values[f"{name}, tuned"] = moved_tuned(row["attention"])(record)
-        values[f"{name}, fresh"] = _number(row["fresh"][-1][1])
+        values[f"{name}, fresh"] = fresh(row["attention"])(record)
+        if "ceiling" in row:
+            values[f"{name}, all steps"] = ceiling(row["attention"])(record)
     return values
 
 
@@ -497,6 +612,20 @@ def moved_at_once(attention: str, plus: float = 0.0) -> Callable[[Record], float
     return lambda record: statistics.fmean(map(_number, _moved(record, attention)["at_once"])) + plus
 
 
+def _last(kind: str, attention: str, plus: float) -> Callable[[Record], float]:
+    return lambda record: _number(_moved(record, attention)[kind][-1][1]) + plus
+
+
 def moved_tuned(attention: str, plus: float = 0.0) -> Callable[[Record], float]:
     """The bits per byte that an attention of the study ``transfer`` has after fine-tuning, and a margin."""
-    return lambda record: _number(_moved(record, attention)["tuned"][-1][1]) + plus
+    return _last("tuned", attention, plus)
+
+
+def fresh(attention: str) -> Callable[[Record], float]:
+    """The bits per byte of an attention of the study ``transfer`` after as many steps from first weights."""
+    return _last("fresh", attention, 0.0)
+
+
+def ceiling(attention: str, plus: float = 0.0) -> Callable[[Record], float]:
+    """The bits per byte of an attention of the study ``transfer`` after all steps, and a margin."""
+    return _last("ceiling", attention, plus)

@@ -19,6 +19,7 @@ STUDIES = {
     "redraws": "Measure how redraws of random features change trained classifiers, and what kernels have learned.",
     "features": "Measure errors by number of features, and time at equal error, of all maps that stand for softmax.",
     "approximation": "Measure spectral errors inside a real encoder, condition numbers and the statistical dimension.",
+    "instability": "Measure the instability score of training steps: change of outputs over that of weights.",
     "estimators": "Measure errors of trigonometric, positive and orthogonal features, and check the theorems on them.",
     "depth": "Measure how errors of approximate attention grow over the layers of a pretrained model.",
     "amino-acids": "Compare similarities of amino acids in the attention of a protein model with BLOSUM62.",

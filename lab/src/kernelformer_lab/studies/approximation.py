@@ -1,6 +1,6 @@
 """Errors of landmarks and features inside a real model.
 
-Stands for Skyformer (2111.00035), Fig. 1, Theorem 2 and App. F.
+Stands for Skyformer (2111.00035), Fig. 1 and Theorem 2.
 
 Queries, keys and values are those of every layer and head of an encoder on real text: as pretrained, and of a freshly
 initialized model of the same configuration.
@@ -234,7 +234,7 @@ def picture(record: Record, path: Path) -> None:
 
 STUDY = Study(
     "approximation",
-    "Skyformer (2111.00035), Fig. 1, Theorem 2 and App. F",
+    "Skyformer (2111.00035), Fig. 1 and Theorem 2",
     ApproximationSettings,
     steps,
     run,

@@ -2,7 +2,8 @@
 
 A causal language model over bytes is trained with exact softmax attention. Its weights then go into models with random
 features: as they are, and fine-tuned for a small part of the steps. The same part with softmax attention says what the
-steps alone give, and a fresh start what the weights give. Departures from the paper, which has words of LM1B: the data,
+steps alone give, and a fresh start what the weights give; optionally a training of all steps from first weights of its
+own, the ceiling of an attention. Departures from the paper, which has words of LM1B: the data,
 the size, and bits per byte in place of accuracy.
 """
 
@@ -40,6 +41,7 @@ class TransferSettings(ByteModelSettings):
     tuning: int = option(100, "steps of fine-tuning", least=1)
     tuning_lr: float = option(1e-3, "the largest one of fine-tuning", name="tuning_learning_rate")
     draws: int = option(3, "of the features, without fine-tuning", least=1)
+    ceiling: bool = option(False, "also train every attention from scratch for all steps")
 
 
 def attentions(settings: TransferSettings) -> list[str]:
@@ -49,7 +51,7 @@ def attentions(settings: TransferSettings) -> list[str]:
 
 def steps(settings: TransferSettings) -> int:
     """Number of calls of ``progress`` in `run`."""
-    return 1 + 3 * len(attentions(settings))
+    return 1 + (4 if settings.ceiling else 3) * len(attentions(settings))
 
 
 def run(record: Record, log: Log, progress: Progress) -> None:
@@ -57,7 +59,7 @@ def run(record: Record, log: Log, progress: Progress) -> None:
 
     Each attention has bits per byte ``at_once``, without fine-tuning and one for each draw (of softmax one), over the
     steps of fine-tuning (``tuned``), and over as many steps from first weights of its own at the learning rate of the
-    long training (``fresh``).
+    long training (``fresh``), and with ``ceiling`` over the steps of the long training from its first weights.
 
     Raises:
         StoppedError: Ctrl-C or SIGTERM in a training, which was saved.
@@ -83,9 +85,10 @@ def run(record: Record, log: Log, progress: Progress) -> None:
         row["at_once"] = [bits(reattend(model, attention, seed=draw), task) for draw in draws]
         progress()
         start = {"start": str(source), "learning_rate": settings.tuning_lr}
-        for name, more in (("tuned", start), ("fresh", {})):
+        whole = [("ceiling", {"eval_every": long.eval_every})] if settings.ceiling else []
+        for name, more in (("tuned", {**short, **start}), ("fresh", short), *whole):
             place = home / f"{name}-{index}-{seed}"
-            result = train_model(byte_run(settings, attention, **short, **more), place, f"{attention}, {name}", log)
+            result = train_model(byte_run(settings, attention, **more), place, f"{attention}, {name}", log)
             row[name] = [*_curve(place), *([(result.steps, math.nan)] if result.diverged else [])]
             progress()
         moved.append(row)

@@ -48,10 +48,10 @@ class Run:
         group_by_length: batches are of samples of about one length, which saves padding; the task must know lengths.
         micro_batch: samples that go through the model at once on one process; None: the process's whole share.
         learning_rate: the largest; ``schedule`` says what it does after ``warmup_steps`` (linear from 0).
-        kernel_lr: of what the kernels learn, where they learn; None: the same. They are never decayed: decay pulls
-            a scale to zero, where a kernel sees nothing.
+        kernel_lr: of what the kernels learn, where they learn; None: the same. They are not decayed, unless
+            ``decay_kernels`` says so: decay pulls a scale to zero, where a kernel sees nothing.
         bias_lr: of tables of relative positions, where there are some; None: the same. An entry has to move by several
-            units, which takes Adam that many times 1 / learning rate steps. They are never decayed either.
+            units, which takes Adam that many times 1 / learning rate steps. They are never decayed.
         weight_decay: of AdamW, not for biases and norms.
         beta1: of AdamW.
         beta2: of AdamW.
@@ -80,6 +80,7 @@ class Run:
             0: all processes.
         workers: processes that get batches ready beside training; 0: training itself does, which is enough unless
             images are decoded on the way.
+        decay_kernels: apply ``weight_decay`` to what kernels learn, as the code of KL-Transformer (2110.08323) does.
     """
 
     task: str
@@ -116,6 +117,7 @@ class Run:
     log_every: int = 10
     context_parallel: int = 1
     workers: int = 0
+    decay_kernels: bool = False
 
     def __post_init__(self) -> None:
         def take(name: str, value: object) -> None:  # as a plain number: it may have been one of another library
@@ -145,7 +147,7 @@ class Run:
         take("seed", integer("seed", self.seed, at_least=0))
         if self.seed >= 1 << 32:
             raise ValueError(f"seed must be below 2^32, which is what numpy takes, got {self.seed}.")
-        for name in ("group_by_length", "gradient_checkpointing", "redraw_to_end"):
+        for name in ("decay_kernels", "group_by_length", "gradient_checkpointing", "redraw_to_end"):
             flag(name, getattr(self, name))
         if self.redraw_to_end and self.redraw is None:
             raise ValueError("redraw_to_end=True needs redraw, the number of updates per draw, got redraw=None.")

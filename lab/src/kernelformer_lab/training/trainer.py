@@ -261,12 +261,13 @@ class RunTrainer(TaskTrainer):
             kernel = [
                 x for group in parameter_groups(self.network) if group["name"] == "kernel" for x in group["params"]
             ]
-            for mine, rate in ((kernel, run.kernel_lr), (tables, run.bias_lr)):
+            kernel_decay = run.weight_decay if run.decay_kernels else 0.0
+            for mine, rate, decay in ((kernel, run.kernel_lr, kernel_decay), (tables, run.bias_lr, 0.0)):
                 own = {id(x): x for x in mine}
                 if own:
                     for group in optimizer.param_groups:
                         group["params"] = [x for x in group["params"] if id(x) not in own]
-                    params = {"params": list(own.values()), "lr": rate or run.learning_rate, "weight_decay": 0.0}
+                    params = {"params": list(own.values()), "lr": rate or run.learning_rate, "weight_decay": decay}
                     optimizer.add_param_group(params)
         assert self.optimizer is not None
         return self.optimizer

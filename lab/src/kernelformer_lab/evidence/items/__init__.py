@@ -10,8 +10,9 @@ from kernelformer_lab.evidence.items import beyond, learned_kernels, performer, 
 
 # What says most for its time comes first.
 _ORDER = (
-    "variance eigenvalues stability enwik8 sparsity gradients snli sentences recall maps features listops redrawing "
-    "transfer cifar image retrieval normalized proteins pathfinder text translation"
+    "estimators instability variance eigenvalues stability enwik8 scratch learned maps features transfer recall snli "
+    "sentences sparsity gradients listops redrawing cifar image retrieval normalized proteins pathfinder text "
+    "translation rates listops-long functions deep pathfinder-long"
 )
 _EVERY = {
     x.name: x
