@@ -95,13 +95,7 @@ def _key(index: int) -> str:
 
 
 class Drawing(NamedTuple):
-    """A figure of a page.
-
-    Args:
-        title: above it.
-        svg: the figure itself.
-        legend: keys and labels below it.
-    """
+    """A figure of a page."""
 
     title: str
     svg: Markup
@@ -120,11 +114,7 @@ def figure(
 
     Args:
         name: keeps its references apart from those of other figures.
-        title: above it.
         told: its figures in words, for screen readers.
-        draw: draws on the axis that it is given.
-        height: in inches.
-        legend: keys and labels below it.
     """
     return Drawing(title, svg(name, f"{title}: {told}", draw, (5.2, height)), legend)
 
@@ -153,11 +143,7 @@ def render(template: Path, title: str, about: str, kind: str = "", **values: Any
     """Make an HTML page from a template that extends ``page.html``; every value is escaped.
 
     Args:
-        template: of the page; it may use the macros of ``parts.html``.
-        title: of the page.
-        about: one paragraph.
         kind: of the page, a class of the style sheet.
-        values: that the template shows.
     """
     environment = _environment(template, autoescape=True, finalize=safe)
     environment.filters |= {"label": safe_label, "coded": coded}
@@ -219,8 +205,6 @@ def put_section(page: str, section: str, before: str = "") -> str:
     """Put a section into a page in place of the one with the same heading.
 
     Args:
-        page: Markdown with headings of the second level.
-        section: begins with such a heading.
         before: heading before which the section comes where there is none yet; default, or not there: at the end.
     """
     section = section.strip() + "\n"

@@ -54,13 +54,7 @@ class Option:
 
 
 def option(default: Any = MISSING, help: str = "", **more: Any) -> Any:
-    """A field of a settings dataclass that is an option of the command line too.
-
-    Args:
-        default: of the setting; without one it must be given.
-        help: a few words on it.
-        more: see `Option`.
-    """
+    """A field of a settings dataclass that is an option of the command line too."""
     return field(default=default, metadata={OPTION: Option(help, **more)})
 
 

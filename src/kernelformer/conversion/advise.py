@@ -60,8 +60,6 @@ class Clock:
     """Time of an advice.
 
     Args:
-        seconds: in all.
-        start: when it began.
         longest: seconds that one step of a kind has taken so far.
         before: seconds until the shares began.
     """
@@ -435,11 +433,8 @@ def check(
     Checked are the trials that were run in the model, and those whose figure was predicted.
 
     Args:
-        advice: of the same model; its ``checks`` are filled.
-        model: the original, which is left as it is.
         batches: inputs to measure on, others than those of the advice.
         others: inputs to calibrate on, those of the advice.
-        log: called with what happens.
     """
     trials = Trials(model, batches, others, advice.kind == RATIO, looked=0)
     run = [x for x in advice.trials if x.figure is not None and not x.fitted]

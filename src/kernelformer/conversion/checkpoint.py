@@ -22,12 +22,7 @@ SHARE = 0.05  # of the time that may go into writing them
 
 @dataclass
 class Checkpoint:
-    """State of a distillation, kept in a folder.
-
-    Args:
-        folder: for one file; made when there is something to keep.
-        identity: what has to be the same to resume a run.
-    """
+    """State of a distillation, kept in a folder."""
 
     folder: Path
     identity: dict[str, str]
@@ -42,11 +37,6 @@ class Checkpoint:
     @classmethod
     def of(cls, target: Path, identity: dict[str, str], force: bool) -> Checkpoint:
         """Find or begin the checkpoint of a target.
-
-        Args:
-            target: folder that the run will write.
-            identity: of this run.
-            force: remove the checkpoint of another run.
 
         Raises:
             ValueError: another call has left one there; with ``force`` it is removed instead.
@@ -102,11 +92,8 @@ class Checkpoint:
         """Write a checkpoint, if it is due (or ``now``) and anything was learned.
 
         Args:
-            model: its weights.
-            losses: by stage.
             state: gives the state of the last stage, see `Progress.state`.
             noted: of stages before it, plain values.
-            now: whether it is time or not.
         """
         begin = time.monotonic()
         early = begin - self.last < max(SECONDS, self.cost / SHARE)

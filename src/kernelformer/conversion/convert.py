@@ -66,8 +66,6 @@ class Proposal:
     """Default attention for a pretrained model, with the reason.
 
     Args:
-        attention: ``method:option=value:...``.
-        reason: why, in a sentence.
         features: number of features; None: that of all conversions.
     """
 
@@ -141,14 +139,7 @@ def _decoder(compare: Compare | None) -> Proposal:
 
 
 def with_default(setting: S, origin: Source, texts: Texts, log: Log = lambda _: None) -> tuple[S, str]:
-    """Fill in the default attention of a model, with the reason; see `proposal`.
-
-    Args:
-        setting: without an attention.
-        origin: the model.
-        texts: of the conversion; the comparison uses others than are measured on, where there are others.
-        log: called with what happens.
-    """
+    """Fill in the default attention of a model, with the reason; see `proposal`."""
     by_others = True
 
     def compare(attentions: Sequence[str]) -> dict[str, float]:
@@ -207,11 +198,6 @@ def copy_sentence_files(source: str | Path, target: Path, *, allow_pickle: bool 
 
     Nothing is copied of a source without ``modules.json``, no file through a link that leads out of it, and no pickled
     weights unless they are allowed.
-
-    Args:
-        source: folder of the original, or its name on the hub.
-        target: folder of the converted model.
-        allow_pickle: copy pickled weights of modules too; they are never read here.
 
     Returns:
         Remarks for the user: what was copied, and what was not and why.

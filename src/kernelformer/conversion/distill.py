@@ -106,13 +106,7 @@ def _kinds(names: Sequence[str]) -> str:
 class Lora:
     """LoRA in a converted model: only low-rank products beside some linear layers are trained.
 
-        W x  ->  W x + 2 B A x        A (r, in) drawn, B (out, r) zero
-
-    Args:
-        student: converted; changed in place until `merge`.
-        targets: see `lora_targets`.
-        rank: r.
-        seed: of A.
+    W x  ->  W x + 2 B A x        A (r, in) drawn, B (out, r) zero
     """
 
     def __init__(self, student: nn.Module, targets: Sequence[str], rank: int, seed: int = 0) -> None:

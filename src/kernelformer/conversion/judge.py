@@ -198,14 +198,8 @@ def judge(
     - Of encoders, where it is asked for: the accuracy of a linear probe of each.
 
     Args:
-        origin: the original.
-        student: the same model, converted.
-        texts: of the conversion; those to measure on are used.
-        evaluation: inputs to measure on.
-        length: tokens of a text.
         setting: what to measure; see `check_judging`. The first batch is always measured; what is expected to end after
             ``judge_minutes`` is left out and named.
-        log: called with what happens.
     """
     writes = origin.task == "causal" and evaluation.used is not None
     limit = longest(origin)

@@ -84,12 +84,6 @@ def greedy(
 
     What a name adds is measured again only while it could be the least: others keep what they added when fewer were
     chosen, as long as that is more. That is exact where a name never adds less than it did before.
-
-    Args:
-        cost: of some names; less is better.
-        names: to choose from.
-        count: how many.
-        log: called after each choice with their number so far and in the end.
     """
     chosen: list[str] = []
     added = dict.fromkeys(names, -math.inf)

@@ -40,15 +40,12 @@ def attention_loss(
     """Distance of a core from exact attention at these inputs, a number; see `transfer` for the formula.
 
     Args:
-        core: to be fitted.
         query: (B, H, L, D).
         key: (B, G, S, D).
         value: (B, G, S, E).
         key_mask: (B, S) bool, True = attend; where queries and keys are equally many, padded queries do not count.
-        causal: whether query i sees keys up to i alone.
         scaling: of the product q . k; default 1 / sqrt(D).
         position_bias: (1, H, L, S).
-        seed: of the order of rows.
         turn: which rows in that order: the first `ROWS`, the next ones, and so on, round and round.
         window_dropout: share of the rows in which near keys get the map's weights too, so that it learns all of them.
     """
@@ -129,13 +126,9 @@ def _near_and_far(
     """Logarithms of the weights of some rows, (B, H, rows, S): exact ones of near keys, those of the map elsewhere.
 
     Args:
-        core: with a window or sinks.
         scores: of the near keys, (B, H, rows, S).
-        key_mask: (B, S) bool or None.
-        rows: which queries.
         alone: (rows) bool, those without near keys.
         far: log phi(q) phi(k), (B, H, rows, S).
-        position_bias: (1, H, rows, S) or None.
     """
     places = torch.arange(scores.shape[-1], device=rows.device, dtype=torch.int32)
     near = (places - rows.unsqueeze(1).int()).abs() < (core.window or 0)
@@ -190,13 +183,7 @@ def _output_loss(
 
 
 def output_loss(outputs: Any, wanted: Any, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Distance of outputs and hidden states from the original's, a number; see `tune` for the formula.
-
-    Args:
-        outputs: of the converted model.
-        wanted: of the original.
-        inputs: of both; their masks (1 = real) say which tokens count.
-    """
+    """Distance of outputs and hidden states from the original's, a number; see `tune` for the formula."""
     mask = inputs.get("attention_mask")
     masks = {"decoder_hidden_states": inputs.get("decoder_attention_mask")}
     total: Tensor | float = 0.0
@@ -270,12 +257,7 @@ def standard_error(values: Sequence[float]) -> float | None:
 
 
 class HiddenStateErrors:
-    """Errors of a converted model that runs by itself: after each layer, and of its output.
-
-    Args:
-        pools: compare mean-pooled last hidden states too.
-        predicts: logits are those of the next token, whose perplexity is measured too.
-    """
+    """Errors of a converted model that runs by itself: after each layer, and of its output."""
 
     def __init__(self, pools: bool, predicts: bool = False) -> None:
         self.pools, self.predicts = pools, predicts
@@ -295,9 +277,6 @@ class HiddenStateErrors:
         """Count in a batch.
 
         Args:
-            batch: inputs of both models; padding does not count.
-            want: outputs of the original, with hidden states.
-            got: outputs of the converted model, with hidden states.
             answers: tokens (B, L) before some were hidden, for masked models; None: not known.
         """
         mask = batch.get("attention_mask")
@@ -370,11 +349,6 @@ def output_divergence(batch: Mapping[str, Any], want: Any, got: Any) -> float:
 
         mean over tokens of  KL(softmax(want) || softmax(got))      logits, (B, L, V) or (B, V)
         mean over tokens of  |got - want|^2 / |want|^2              hidden states, and logits of a single number
-
-    Args:
-        batch: inputs of both; padding does not count.
-        want: outputs of the original.
-        got: outputs of the other model.
 
     Raises:
         ValueError: there is nothing to compare.
@@ -449,7 +423,6 @@ class Figure:
         kind: `RATIO`, of the perplexities of the next token, for causal language models; `COSINE` of mean-pooled last
             hidden states, mean over texts, for all others.
         value: 1 is the original.
-        agreement: share of tokens whose largest logit is the same; None without logits.
     """
 
     kind: str
@@ -478,13 +451,7 @@ def value_of_loss(kind: str, loss: float) -> float:
 
 
 class Reference:
-    """The original's outputs on some inputs, kept as little as it takes to compare another model with them.
-
-    Args:
-        model: the original, of transformers.
-        batches: its inputs.
-        predicts: it is a causal language model, which is compared by its perplexity.
-    """
+    """The original's outputs on some inputs, kept as little as it takes to compare another model with them."""
 
     def __init__(self, model: Any, batches: Sequence[Batch], *, predicts: bool) -> None:
         self.kind = RATIO if predicts else COSINE

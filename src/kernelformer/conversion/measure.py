@@ -143,8 +143,6 @@ def attention_weights(
     Args:
         query: (B, H, L, D).
         key: (B, G, S, D), G divides H.
-        scale: of the product.
-        causal: whether query i sees keys up to i alone.
         key_mask: (B, S) bool; None: all keys are real.
         position_bias: (1, H, L, S).
         rows: (N), which queries; None: all.
@@ -211,11 +209,7 @@ def predicted_error(core: AttentionCore, query: Tensor, key: Tensor, weights: Te
     is small, and never much above 1: a larger one says that the estimate is worthless.
 
     Args:
-        core: of all heads.
-        query: (B, H, L, D).
-        key: (B, H, S, D).
         weights: (B, H, L, S), A.
-        scale: the model's.
 
     Returns:
         (H), in float64; or a few words: "exact", "near tokens exactly", "learned", "no formula", "another kernel".
@@ -267,15 +261,9 @@ class Row:
     """One call of an attention in a pass.
 
     Args:
-        name: of the attention.
         call: number of the call in the pass; above 0 where layers share their weights.
-        method: `EXACT` where it was kept.
-        query: norms of the queries, of all heads and real tokens.
-        key: norms of the keys.
         error: ``|core - exact|_F / |exact|_F`` of the output, at the original's queries, keys and values.
-        heads: the same of each head.
         predicted: expected relative error of the weights, see `predicted_error`; None where there is no formula.
-        reason: why there is none.
     """
 
     name: str

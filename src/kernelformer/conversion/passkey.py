@@ -27,11 +27,7 @@ class Probe:
     """Accuracy of a probe of two models on the same texts.
 
     Args:
-        original: accuracy on the embeddings of the original.
-        converted: that of the converted model.
         error: standard error of ``converted - original``, text by text; None for a single text.
-        trained: texts that the classifiers were fitted to.
-        tested: other texts, that they were tried on.
     """
 
     original: float
@@ -43,15 +39,7 @@ class Probe:
 
 @torch.no_grad()
 def embeddings(model: Any, tokenizer: Any, texts: Sequence[str], length: int, batch: int) -> Tensor:
-    """Mean-pooled outputs of a model, of length 1: (N, d).
-
-    Args:
-        model: encoder.
-        tokenizer: of transformers.
-        texts: N of them, cut at ``length`` tokens.
-        length: tokens.
-        batch: texts at once.
-    """
+    """Mean-pooled outputs of a model, of length 1: (N, d)."""
     vectors = []
     for first in range(0, len(texts), batch):
         some = list(texts[first : first + batch])
@@ -63,11 +51,6 @@ def embeddings(model: Any, tokenizer: Any, texts: Sequence[str], length: int, ba
 
 def compare_probes(original: Tensor, converted: Tensor, labels: Tensor) -> Probe:
     """Fit a probe to the first half of the texts for each model, and try both on the other half.
-
-    Args:
-        original: (N, d) embeddings of the original.
-        converted: (N, d) those of the converted model.
-        labels: (N) integers from 0 on.
 
     Raises:
         ValueError: fewer than two texts, or one label in all of those to fit to.
@@ -97,12 +80,7 @@ def check_labels(labels: Sequence[int]) -> int:
 def probe_right(train: Labelled, test: Labelled, steps: int = STEPS) -> Tensor:
     """Tell which labels multinomial logistic regression gets right, (N) bool.
 
-        W = argmin  -mean log softmax(x W + b)_y + DECAY |W|^2 / 2          by L-BFGS, on standardized features
-
-    Args:
-        train: features (n, d) and labels (n) to fit to.
-        test: features (N, d) and labels (N).
-        steps: of L-BFGS.
+    W = argmin  -mean log softmax(x W + b)_y + DECAY |W|^2 / 2          by L-BFGS, on standardized features
     """
     with torch.enable_grad():
         kinds, numbers = torch.cat([train[1], test[1]]).unique(return_inverse=True)  # labels may be any numbers
@@ -132,7 +110,6 @@ def answer_log_probs(model: Any, ids: Tensor, count: int) -> tuple[Tensor, bool]
     """Score the last tokens of a text as an answer to what stands before them.
 
     Args:
-        model: causal language model.
         ids: (L), text, question and answer.
         count: tokens of the answer.
 
@@ -161,8 +138,6 @@ class Passkey:
 
     Args:
         ids: (L), all tokens; the last ``answer`` are those of the number.
-        answer: tokens of the number.
-        key: the number, `DIGITS` digits.
         depth: share of the text before the sentence with the number.
         distance: tokens from the end of that sentence to the answer.
     """

@@ -29,24 +29,14 @@ class ConversionResult:
     """Everything that the report, the model card and the record of a conversion show.
 
     Args:
-        setting: how to convert, a dataclass of plain values and paths: `conversion.settings.ConvertSettings`.
-        source: name of the folder, or on the hub.
-        model: class of the original.
-        length: tokens of a text.
-        conversion: see `Conversion.as_json`.
         exact_heads: heads that stay exact, by the reason and the name of their attention.
         reports: what was measured: ``all converted`` where some were kept afterwards, ``converted``, ``distilled``.
-        losses: by stage of the distillation, step by step.
         curves: by stage, looks at held-out texts: step, seconds, tokens, loss.
         spent: by stage, seconds, tokens and the rate at its peak; before the last stage a figure of the model, see
             `Figure`.
         texts: what was used of which file, by what it was for.
-        remarks: what a user should know.
-        environment: versions and machine.
-        licence: of the source, as it states it; empty: it does not.
         judged: what was measured beside the original: `Judgement`; None: nothing.
         tokens: that were learned from, counted each time; None: not counted.
-        seconds: that the distillation took; None: not known.
     """
 
     setting: Any
@@ -92,9 +82,6 @@ def licence_of(source: str | Path) -> str:
 
     That of the card (``license:`` in the front matter of README.md), else the first line of a file such as LICENSE, of
     a ``.gguf`` file ``general.license``. Of a name on the hub the files are those that its cache has.
-
-    Args:
-        source: see `load_source`.
     """
     path = Path(source)
     try:
@@ -204,10 +191,7 @@ class Recall:
     """Answers of one model to the questions for numbers that were hidden in texts of one length.
 
     Args:
-        length: tokens of a text.
-        model: `ORIGINAL`, `CONVERTED` or `NEAR`.
         distances: tokens from each number to its answer.
-        right: whether greedy continuation gives the number.
         log_probs: log-probability of each number, by digit.
     """
 
@@ -238,12 +222,7 @@ class Judgement:
 
     Args:
         figures: of the whole model by part, see `part_figures`.
-        recall: of hidden numbers, by length and model.
-        samples: texts of decoders, side by side.
-        probe: of encoders.
         measured_on: the inputs of ``figures``, in words.
-        seconds: that all of it took.
-        remarks: what a user should know.
     """
 
     figures: dict[str, Figures]
@@ -476,12 +455,7 @@ VERSIONS = ("kernelformer", "torch", "transformers", "python")
 
 
 def model_card(result: ConversionResult, name: str) -> str:
-    """Make README.md of a converted model.
-
-    Args:
-        result: what was done.
-        name: of the folder.
-    """
+    """Make README.md of a converted model."""
     replaced = [x for x in result.conversion if x["method"] != "softmax"]
     exact = [x for x in result.conversion if x["method"] == "softmax" and "linear already" not in x.get("reason", "")]
     options: dict[str, Any] = replaced[0]["options"] if replaced else {}

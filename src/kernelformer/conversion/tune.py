@@ -26,13 +26,7 @@ Batch = Mapping[str, Tensor]
 
 
 class TeacherActivations:
-    """Inputs of an original's attentions, recorded batch by batch.
-
-    Args:
-        teacher: the original, in evaluation mode.
-        names: of the attentions to record.
-        autocast: the precision of its pass, such as ``torch.bfloat16``.
-    """
+    """Inputs of an original's attentions, recorded batch by batch."""
 
     def __init__(self, teacher: PreTrainedModel, names: Iterable[str], autocast: torch.dtype | None = None) -> None:
         self.teacher, self.names, self.autocast = teacher, set(names), autocast
@@ -50,10 +44,6 @@ class ReusePolicy:
     Batches come in blocks of ``block``: first each once, as the original is run on it; then again, ``times`` in all, in
     an order that the step's number gives. So a step costs a pass of the original only now and then, and a run that
     was stopped resumes by its number of steps alone.
-
-    Args:
-        block: batches that are kept at a time.
-        times: each of them serves.
     """
 
     block: int = 1
@@ -74,9 +64,6 @@ class ReusePolicy:
         """Yield what each step from ``first`` on works with; ``batches`` begin with `first_batch` of ``first``.
 
         Args:
-            watched: the original.
-            batches: inputs.
-            first: number of the first step.
             last: number of the step before which to end: no batch is taken that would not be used.
         """
         whole = self.block * self.times
@@ -102,11 +89,7 @@ class StepBatch:
     """Recorded attention calls of one batch, as a step uses them.
 
     Args:
-        step: its number, from 0.
-        calls: of the original's attentions on one batch.
-        seed: number of the batch.
         turn: how often it has served before.
-        tokens: of the batch that are no padding.
     """
 
     step: int
@@ -134,12 +117,7 @@ Point = tuple[int, float, int, float]  # step, seconds, tokens, held-out loss
 
 @dataclass
 class Progress:
-    """Progress of a stage, from which a stopped run resumes exactly.
-
-    Args:
-        losses: of the steps so far.
-        saved: what `state` gave, to resume from.
-    """
+    """Progress of a stage, from which a stopped run resumes exactly."""
 
     losses: list[float] = field(default_factory=list)
     saved: dict[str, Any] | None = None
@@ -196,12 +174,8 @@ class Stage:
     stays in the end.
 
     Args:
-        optimizer: of the trained tensors.
-        steps: at most.
         seconds: at most, if given; the schedule then follows the clock, of all runs together.
-        progress: to resume from.
         look: gives the loss of the held-out texts; None: there are none.
-        log: called after each step with its number and its loss.
     """
 
     def __init__(
@@ -307,11 +281,6 @@ def best_rate(
     tensors: Sequence[Tensor], rates: Sequence[float], trial: Callable[[float], float]
 ) -> tuple[float, dict[float, float]]:
     """Try rates one after the other, a few steps each, and put the tensors back after each.
-
-    Args:
-        tensors: that a trial changes.
-        rates: to try.
-        trial: trains with a rate and returns a held-out loss.
 
     Returns:
         The rate with the smallest loss, and all losses; one that is no number counts as infinite.
@@ -550,7 +519,6 @@ def start_maps(cores: Mapping[str, AttentionCore], batches: Sequence[Sequence[At
     what the map is now: drawn, calibrated, or learned.
 
     Args:
-        cores: of a converted model, by name.
         batches: what the original's attentions saw; the last is held out to compare by, where there are several.
 
     Returns:

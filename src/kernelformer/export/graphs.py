@@ -31,10 +31,7 @@ class Layout:
     """Structure of a state without its tensors.
 
     Args:
-        made_by: see `State`.
-        count: of its tensors.
         grows: whether it keeps every key; its tensors are keys, values and mask then.
-        parts: of heads of two kinds.
     """
 
     made_by: MadeBy

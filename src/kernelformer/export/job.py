@@ -41,9 +41,6 @@ def write_script(folder: Path, vocabulary: int, longest: int | None, *, generate
     """Write a script that runs the graphs of a folder without torch.
 
     Args:
-        folder: of the graphs, with the model's tokenizer if it has one.
-        vocabulary: number of tokens; 256 without a tokenizer are bytes.
-        longest: tokens that the model has positions for; None where there is no end.
         generates: continue a text; else read one.
     """
     name = "generate.py" if generates else "run.py"
@@ -119,13 +116,8 @@ class Exported:
     """Record of an export.
 
     Args:
-        folder: of the files.
-        files: and their sizes in bytes.
-        kind: class of the model.
         longest: tokens that it has positions for; None where there is no end.
         grows: numbers of the layers whose state keeps every key.
-        differences: from torch, as shares of the largest output.
-        opset: of ONNX.
     """
 
     folder: Path

@@ -38,13 +38,7 @@ def attend_eagerly(
     """Attend by the eager function that stands beside the module's class, with the model's own soft caps and sinks.
 
     Args:
-        module: an attention of transformers.
-        query: (B, H, L, D).
-        key: (B, G, S, D).
-        value: (B, G, S, E).
         mask: (B or 1, 1, 1 or L, S), bool or added to the logits; None: all keys, or those so far.
-        is_causal: where there is no mask to say it.
-        options: of the call.
 
     Returns:
         (B, L, H, E) and the weights (B, H, L, S).
@@ -77,11 +71,7 @@ def is_plain(mask_function: Callable[..., Any]) -> bool:
 
 @dataclass(frozen=True)
 class PatternMask:
-    """A mask of transformers that is not formed: L x S numbers would be the square of the length.
-
-    Args:
-        options: what transformers asks its mask functions for: lengths, offsets, the pattern, padding.
-    """
+    """A mask of transformers that is not formed: L x S numbers would be the square of the length."""
 
     options: dict[str, Any]
 
@@ -196,9 +186,6 @@ def read_mask(mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool) 
     Args:
         mask: of `make_mask`; or (B, 1, 1 or L, S) of the caller's own, bool or added to the logits, as long as it hides
             whole keys, or keys and the future.
-        query: (B, H, L, D).
-        key: (B, G, S, D).
-        is_causal: where there is no mask to say it.
     """
     if mask is None:
         return None, is_causal
@@ -337,17 +324,9 @@ def attend(
     kind of module, not at every step, unless its filters say otherwise.
 
     Args:
-        core: for this module.
-        module: the attention module.
         query: (B, H, L, D).
         key: (B, G, S, D), after the cache.
         value: (B, G, S, E).
-        attention_mask: see `read_mask`.
-        dropout: of the weights.
-        scaling: of the product q . k; the core was built with it.
-        is_causal: default: what the module says.
-        position_bias: see `bias_table`.
-        keywords: checked by `check_keywords`.
 
     Returns:
         (B, L, H, E), and the weights (B, H, L, S) where ``output_attentions`` asks for them.
@@ -517,11 +496,7 @@ def make_mixed_mask(
 
 
 class KeptAttention(nn.Module):
-    """Placeholder for a core where the attention stays as it was, with the model's own mask and keys.
-
-    Args:
-        reason: why it cannot be replaced.
-    """
+    """Placeholder for a core where the attention stays as it was, with the model's own mask and keys."""
 
     def __init__(self, reason: str) -> None:
         super().__init__()

@@ -39,17 +39,10 @@ class Layer:
     """Plan for one attention, or the record of what was done to it.
 
     Args:
-        name: of the module.
         way: see `Attention`.
-        num_heads: H.
-        head_dim: D.
-        scale: of the model.
-        causal: whether it is.
         method: `EXACT` where it was kept, by choice or for a reason.
-        options: of the method.
         exact_heads: those that attend exactly in a layer that was replaced.
         calls: in one pass, when the conversion was verified; 0: not verified.
-        cross: whether its keys are those of other tokens than its queries.
         reason: why it could not be replaced and stays as the model has it; "" for all others.
     """
 
@@ -147,11 +140,7 @@ def make_plan(
     """Make the plan that `convert` was asked for, attention by attention.
 
     Args:
-        attentions: of a model.
-        method: see `convert`, also for the next three.
         layers: None: all that can be replaced; of patterns, too.
-        exact_heads: by attention.
-        options: of the method.
         longest: tokens that the model takes; for methods that have a ``max_length``.
 
     Raises:

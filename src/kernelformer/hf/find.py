@@ -42,13 +42,8 @@ class Attention:
     """One attention of a model.
 
     Args:
-        name: of the module, as `named_modules` has it.
         way: how its computation is replaced: through transformers' `AttentionInterface`, by an adapter of ours, or as a
             `torch.nn.MultiheadAttention`; "own" where it cannot be.
-        num_heads: H.
-        head_dim: D.
-        scale: of the product q . k.
-        causal: whether it was causal when the model was tried.
         calls: in one pass; several where layers share their weights, 0 if the model was not tried.
         cross: whether its keys were those of other tokens than its queries.
         num_key_heads: G, fewer than H for grouped queries; None if the model was not tried.
@@ -130,7 +125,6 @@ def find_attentions(model: nn.Module, inputs: Mapping[str, Any] | None = None) -
     with what; a plain PyTorch model is run where ``inputs`` are given. Those that cannot be replaced say why.
 
     Args:
-        model: any module.
         inputs: keyword arguments of a call; default: made from the configuration.
 
     Raises:
@@ -255,9 +249,7 @@ def probing(model: PreTrainedModel, probe: Any, mask: Any = sdpa_mask) -> Iterat
     """Send the attention of a model through ``probe`` for a block.
 
     Args:
-        model: of transformers.
         probe: (module, query, key, value, mask, **options) -> (out (B, L, H, E), weights or None).
-        mask: a function for transformers' `AttentionMaskInterface`.
     """
     AttentionInterface.register(PROBE, probe)
     AttentionMaskInterface.register(PROBE, mask)
@@ -304,14 +296,8 @@ class AttentionCall:
     """One call of an attention in a pass of a model: what it was given and what it returned.
 
     Args:
-        name: of the attention, as `named_modules` has it.
         call: number of the call in the pass; above 0 where layers share their weights.
-        module: the attention.
-        query: (B, H, L, D).
-        key: (B, G, S, D).
-        value: (B, G, S, E).
         mask: as transformers made it; see `read_mask`.
-        options: keywords of the call.
         output: (B, L, H, E); None where it was not kept.
     """
 
@@ -365,8 +351,6 @@ def attention_calls(
     """Record the attentions of one pass, in the order of the calls; the model is left as it was.
 
     Args:
-        model: of transformers.
-        inputs: of the model, padded where its texts differ in length.
         outputs: keep what attentions returned, too.
         only: names of attentions to record; None: all.
 

@@ -145,8 +145,6 @@ def load_weights(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None
     """Give a converted model the weights of its folder.
 
     Args:
-        model: built as the folder's configuration says.
-        folder: with safetensors.
         dtype: of the model, see `kernelformer.hf.load`; None: as they were saved.
 
     Raises:
@@ -258,11 +256,8 @@ class Source:
     """A pretrained model and what belongs to it.
 
     Args:
-        model: of transformers, in evaluation mode.
         tokenizer: None where the folder has none.
-        path: as it was given.
         task: one of `TASKS` but not ``auto``: how inputs for it are made.
-        remarks: what a user should know of the way it was read.
     """
 
     model: Any
@@ -313,9 +308,6 @@ def load_source(path: str | Path, *, task: str = "auto", allow_pickle: bool = Fa
 
 def load_config(path: str | Path) -> PretrainedConfig:
     """Load the configuration of a pretrained model, with the checks of `load_source`.
-
-    Args:
-        path: of a folder of transformers, or a name on the hub.
 
     Raises:
         ValueError: not a model, or converted already.

@@ -112,12 +112,7 @@ def has_safe_weights(folder: Path, allow_pickle: bool) -> bool:
 
 
 def model_classes(config: Any, task: str) -> list[Any]:
-    """List the classes that a folder's model may be of, the best guess first.
-
-    Args:
-        config: of the folder.
-        task: of `TASKS`; ``auto``: what the configuration names comes first.
-    """
+    """List the classes that a folder's model may be of, the best guess first."""
     maps = {
         "masked": transformers.MODEL_FOR_MASKED_LM_MAPPING,
         "causal": transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -145,8 +140,6 @@ def first_complete(path: object, kinds: Sequence[Any], load: _Load) -> tuple[Any
     """Load the first class for which no weight is left random.
 
     Args:
-        path: of the folder, for messages.
-        kinds: classes to try, in this order.
         load: (class, **options) -> the model, and transformers' ``loading_info``.
 
     Returns:
@@ -220,10 +213,6 @@ def load_tokenizer(path: str | Path, **options: Any) -> Any:
     """Load the tokenizer of a folder or of a name on the hub; None where there is none.
 
     Where a folder has ``vocab.txt`` alone, it is made by `tokenizer_of_vocabulary`.
-
-    Args:
-        path: of the folder, or the name.
-        options: of transformers' `AutoTokenizer`.
     """
     folder = Path(path)
     vocabulary = folder / "vocab.txt"

@@ -291,8 +291,6 @@ class BiasedAttention:
 
         Args:
             call: with a bias over all distances; in a stream its queries and keys are normalized already.
-            tensors: of the map, as `FeatureMap.for_query_heads` gives them.
-            plain: by plain operations.
 
         Returns:
             (B, H, L, E), and in a stream the tensors of the state after the keys.

@@ -393,11 +393,6 @@ def value_range(value: Tensor, key_mask: Tensor | None, heads: int) -> tuple[Ten
     """The least and the largest value of the visible keys, (B, H, 1, E) each; 0 where there is none.
 
     Wider by the rounding of an average, so that clipping stops no gradient where it would change nothing else.
-
-    Args:
-        value: (B, G, S, E).
-        key_mask: (B, S) bool, True = attend.
-        heads: H.
     """
     if value.shape[2] == 0:
         nothing = value.new_zeros(value.shape[0], heads, 1, value.shape[3])

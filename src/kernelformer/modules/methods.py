@@ -35,12 +35,7 @@ from kernelformer.modules.kernel import KernelCore, WildcatCore
 
 @dataclass(frozen=True)
 class Paper:
-    """Publication of a method.
-
-    Args:
-        name: as the library cites it.
-        arxiv: its number on arxiv.org.
-    """
+    """Publication of a method."""
 
     name: str
     arxiv: str

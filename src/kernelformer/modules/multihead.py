@@ -38,9 +38,6 @@ def is_causal_mask(mask: Tensor | None, queries: int, keys: int, heads: int, hin
     Args:
         mask: (L, S), or (batch * heads, L, S) with the same in each; bool with True = ignore, or 0 and -inf. None with
             the hint is causal: no (L, S) mask has to be made.
-        queries: L.
-        keys: S.
-        heads: batch * heads.
         hint: torch's ``is_causal``, which says that the mask is causal. It is checked; without it a compiled graph
             breaks here, since what comes next depends on values.
 

@@ -407,11 +407,6 @@ def frequencies(base: float, dim: int, scaling: Mapping[str, Any] | None = None)
     number of turns within the original length, from low_freq_factor to high_freq_factor; for yarn (2309.00071) a line
     in i, between the dimensions that make beta_fast and beta_slow turns.
 
-    Args:
-        base: of the wavelengths.
-        dim: how many dimensions turn.
-        scaling: as `read_scaling` returns it.
-
     Returns:
         (dim / 2) numbers, and the factor, 1 but for yarn.
     """

@@ -49,8 +49,6 @@ def resolve_options(method: str, options: Mapping[str, Any], more: Sequence[str]
     set; ``seed`` is left out where nothing is drawn. So a loop over methods gives all of them the same two.
 
     Args:
-        method: a name from `list_methods`.
-        options: by name.
         more: names that are known besides the method's own.
 
     Raises:
@@ -151,13 +149,7 @@ def _check_near(method: str, options: Mapping[str, Any], known: Sequence[str]) -
 
 @dataclass(frozen=True)
 class Option:
-    """Option of a method.
-
-    Args:
-        name: as `build_attention` and an attention string take it.
-        default: its value where none is given.
-        about: what it does, in plain text.
-    """
+    """Option of a method."""
 
     name: str
     default: object
@@ -427,13 +419,9 @@ def build_core(
     """Build the core for an attention of a model: with the model's scale, and a draw of its own in each layer.
 
     Args:
-        method: a name from `list_methods`.
-        num_heads: H.
-        head_dim: D.
         scale: the model's; None: 1 / sqrt(D). Methods that have one of their own (unit vectors, elu) keep it; near
             tokens that elu attends to exactly have the model's.
         layer: numbers the attentions of a model; added to the seed.
-        options: of the method.
     """
     known = method_options(method)
     settings = resolve_options(method, options)

@@ -21,7 +21,6 @@ def first_problem(problem: str, groups: Sequence[Group | None] = (None,)) -> str
     """Share the first problem of any process with all of them; empty if there is none.
 
     Args:
-        problem: of this process.
         groups: one for each dimension of a mesh, in the same order everywhere; None is that of all processes.
     """
     if not dist.is_initialized():
@@ -37,10 +36,6 @@ def difference(tensors: Mapping[str, Tensor], group: Group | None = None) -> str
     """Find a tensor that differs between processes of a group, bit by bit; empty if none does.
 
     Names, shapes and dtypes are compared first; then the first process sends its tensors to the others, once.
-
-    Args:
-        tensors: of this process, by name; those without storage (meta) are compared by shape alone.
-        group: of the processes.
     """
     mine = {name: (tuple(x.shape), str(x.dtype)) for name, x in tensors.items()}
     all_of_them: list[Any] = [None] * dist.get_world_size(group)
