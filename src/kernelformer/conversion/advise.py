@@ -506,11 +506,7 @@ def write(advice: Advice, folder: Path) -> None:
 
 
 def _rows(origin: Source, texts: Sequence[str], length: int, settings: AdviseSettings) -> list[dict[str, Tensor]]:
-    """Rows of inputs, one a batch; of texts that fill the length where there are enough of them.
-
-    Raises:
-        ValueError: texts that make too few rows.
-    """
+    """Rows of inputs, one a batch; of texts that fill the length where there are enough of them."""
     check_readable(origin, texts)
     parts = 3 if settings.check else 2  # to measure on, to fit on, to check on
     count, seed = parts * settings.samples, settings.seed
@@ -533,11 +529,7 @@ def _rows(origin: Source, texts: Sequence[str], length: int, settings: AdviseSet
 
 
 def _attentions(model: Any) -> list[Attention]:
-    """Attentions of a model, all alike.
-
-    Raises:
-        ValueError: it attends to another sequence, or not through transformers.
-    """
+    """Attentions of a model, all alike."""
     attentions = find_attentions(model)
     cross = next((x.name for x in attentions if x.cross), None)
     if cross is not None or getattr(model.config, "is_encoder_decoder", False):

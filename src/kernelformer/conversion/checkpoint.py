@@ -36,11 +36,7 @@ class Checkpoint:
 
     @classmethod
     def of(cls, target: Path, identity: dict[str, str], force: bool) -> Checkpoint:
-        """Find or begin the checkpoint of a target.
-
-        Raises:
-            ValueError: another call has left one there; with ``force`` it is removed instead.
-        """
+        """Find or begin the checkpoint of a target."""
         checkpoint = cls(cls.folder_for(target), identity, time.monotonic())
         if checkpoint.folder.exists():
             other = checkpoint._other()

@@ -68,9 +68,6 @@ def lora_targets(student: nn.Module, patterns: str = "") -> list[str]:
         student: converted.
         patterns: of their names, such as ``*.v_proj,*.o_proj``; empty: projections of the values and outputs of every
             converted attention.
-
-    Raises:
-        ValueError: a pattern that fits no linear layer, or a model whose projections have other names.
     """
     layers = {name: x for name, x in student.named_modules() if isinstance(x, nn.Linear | Conv1D)}
     owners = Counter(id(x.weight) for x in student.modules() if isinstance(getattr(x, "weight", None), nn.Parameter))
@@ -145,11 +142,7 @@ def held_out_rows(length: int) -> int:
 
 
 def plan_stages(student: Any, setting: ConvertSettings) -> dict[str, Budget]:
-    """Plan the stages of a distillation by its settings.
-
-    Raises:
-        ValueError: nothing would be learned.
-    """
+    """Plan the stages of a distillation by its settings."""
     fits, steps, tuned = learns(student), setting.steps, setting.tune
     if steps and not fits:
         raise ValueError(f"{setting.attention!r} has nothing to learn by attention transfer; give --tune, not --steps.")
@@ -170,11 +163,7 @@ def plan_stages(student: Any, setting: ConvertSettings) -> dict[str, Budget]:
 
 
 def check_far(student: Any, batches: Sequence[dict[str, Tensor]]) -> None:
-    """Check that texts are longer than the window: else nothing is far, and maps have nothing to learn.
-
-    Raises:
-        ValueError: they are not.
-    """
+    """Check that texts are longer than the window: else nothing is far, and maps have nothing to learn."""
     window = window_of(student)
     longest = max((x["input_ids"].shape[1] for x in batches if "input_ids" in x), default=0)
     if window and longest and longest <= window:
@@ -185,11 +174,7 @@ def check_far(student: Any, batches: Sequence[dict[str, Tensor]]) -> None:
 
 
 def check_repeats(setting: ConvertSettings, origin: Source) -> None:
-    """Check that repeated passages are asked for of a decoder.
-
-    Raises:
-        ValueError: the model is none.
-    """
+    """Check that repeated passages are asked for of a decoder."""
     if setting.repeats and origin.task != "causal":
         raise ValueError(
             f"repeats={setting.repeats:g} are for decoders, {origin.path} is a model for {origin.task!r}; leave it out."

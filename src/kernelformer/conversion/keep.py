@@ -181,11 +181,7 @@ def window_of(student: Any) -> int:
 
 
 def check_recall_heads(setting: ConvertSettings, origin: Source, texts: Texts) -> None:
-    """Check that heads which recall can be looked for, before anything takes time.
-
-    Raises:
-        ValueError: the model is not causal, or there are no texts.
-    """
+    """Check that heads which recall can be looked for, before anything takes time."""
     if setting.recall_heads and (origin.task != "causal" or not texts.evaluation):
         lacks, way = ("texts", "give --text") if origin.task == "causal" else ("a decoder", "leave it out")
         raise ValueError(

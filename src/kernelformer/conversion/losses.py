@@ -347,11 +347,8 @@ def next_token_losses(logits: Tensor, ids: Tensor, mask: Tensor | None) -> Tenso
 def output_divergence(batch: Mapping[str, Any], want: Any, got: Any) -> float:
     """Distance of the outputs of a model from those of the original, in one number.
 
-        mean over tokens of  KL(softmax(want) || softmax(got))      logits, (B, L, V) or (B, V)
-        mean over tokens of  |got - want|^2 / |want|^2              hidden states, and logits of a single number
-
-    Raises:
-        ValueError: there is nothing to compare.
+    mean over tokens of  KL(softmax(want) || softmax(got))      logits, (B, L, V) or (B, V)
+    mean over tokens of  |got - want|^2 / |want|^2              hidden states, and logits of a single number
     """
     name = output_name(want)
     x, y = getattr(want, name), getattr(got, name)
@@ -363,11 +360,7 @@ def output_divergence(batch: Mapping[str, Any], want: Any, got: Any) -> float:
 
 
 def output_name(outputs: Any) -> str:
-    """Name the output of a model that is compared.
-
-    Raises:
-        ValueError: none of them is there.
-    """
+    """Name the output of a model that is compared."""
     name = next((x for x in OUTPUTS if getattr(outputs, x, None) is not None), "")
     if not name:
         raise ValueError(f"the model returns none of {', '.join(OUTPUTS)}, so that there is nothing to compare.")

@@ -50,11 +50,7 @@ def embeddings(model: Any, tokenizer: Any, texts: Sequence[str], length: int, ba
 
 
 def compare_probes(original: Tensor, converted: Tensor, labels: Tensor) -> Probe:
-    """Fit a probe to the first half of the texts for each model, and try both on the other half.
-
-    Raises:
-        ValueError: fewer than two texts, or one label in all of those to fit to.
-    """
+    """Fit a probe to the first half of the texts for each model, and try both on the other half."""
     half = check_labels(labels.tolist())
     right = [probe_right((x[:half], labels[:half]), (x[half:], labels[half:])).double() for x in (original, converted)]
     error = standard_error((right[1] - right[0]).tolist())
@@ -62,11 +58,7 @@ def compare_probes(original: Tensor, converted: Tensor, labels: Tensor) -> Probe
 
 
 def check_labels(labels: Sequence[int]) -> int:
-    """Check that the first half of some labels has two kinds or more; returns how many that half is.
-
-    Raises:
-        ValueError: it has not.
-    """
+    """Check that the first half of some labels has two kinds or more; returns how many that half is."""
     half = len(labels) // 2
     kinds = len(set(labels[:half]))
     if kinds < 2:

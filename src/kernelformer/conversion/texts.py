@@ -304,9 +304,6 @@ def check_length(source: Source, length: int | None) -> int:
 
     Args:
         length: tokens; None: `LENGTH`, or fewer where the model has fewer positions.
-
-    Raises:
-        ValueError: the model has fewer positions.
     """
     limit = longest(source)
     if length is None:
@@ -317,11 +314,7 @@ def check_length(source: Source, length: int | None) -> int:
 
 
 def check_readable(source: Source, texts: Sequence[str]) -> None:
-    """Check that a model can read texts.
-
-    Raises:
-        ValueError: it has no tokenizer, one that knows not one token of the first texts, or one of another model.
-    """
+    """Check that a model can read texts."""
     if source.tokenizer is None:
         raise ValueError(
             f"{source.path} has no tokenizer (tokenizer.json, or vocab.txt for models like BERT), so that it cannot "

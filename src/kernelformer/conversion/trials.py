@@ -101,11 +101,7 @@ def coarse_grid(*, causal: bool, length: int, first: str) -> list[Candidate]:
 
 
 def windows_for(length: int) -> list[int]:
-    """Windows of at most a quarter of the length, so that half of a text is far; the smallest one in any case.
-
-    Raises:
-        ValueError: the text is not twice as long as the smallest one.
-    """
+    """Windows of at most a quarter of the length, so that half of a text is far; the smallest one in any case."""
     windows = [w for w in WINDOWS if 4 * w <= length] or [WINDOWS[0]]
     if 2 * WINDOWS[0] > length:
         raise ValueError(
@@ -207,11 +203,7 @@ class Trials:
 
     @torch.no_grad()
     def errors(self, candidate: Candidate) -> Errors:
-        """Errors of a candidate in each attention.
-
-        Raises:
-            ValueError: the model's attention cannot be converted to it.
-        """
+        """Errors of a candidate in each attention."""
         with self.converted(candidate) as student:
             inside = cores(student)
             sums: dict[tuple[str, int], CallErrors] = {}

@@ -211,11 +211,7 @@ def _finish(home: Path, part: Path, model: Any, result: tuple[Any, ...], generat
 
 
 def load_exportable(folder: Path) -> tuple[Path, Any]:
-    """The folder of a model and the model itself, in evaluation mode and float32.
-
-    Raises:
-        ValueError: no model, or one of a class that cannot be exported.
-    """
+    """The folder of a model and the model itself, in evaluation mode and float32."""
     home = model_folder(folder)
     record = read_json(home / CONFIG_NAME)
     kind = record.get("model_type") if isinstance(record, dict) else None

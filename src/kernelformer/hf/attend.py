@@ -42,9 +42,6 @@ def attend_eagerly(
 
     Returns:
         (B, L, H, E) and the weights (B, H, L, S).
-
-    Raises:
-        ValueError: there is no such function.
     """
     files = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)
     attend = next((getattr(x, _EAGER) for x in files if hasattr(x, _EAGER)), None)

@@ -117,11 +117,7 @@ class Conversion:
 
 
 def check_kept(what: str, converted: int, kept: int) -> None:
-    """Check that some attentions or heads are left to be linear.
-
-    Raises:
-        ValueError: all of them, or more than there are, would be kept exact.
-    """
+    """Check that some attentions or heads are left to be linear."""
     if not 0 <= kept < converted:
         raise ValueError(
             f"{converted} {what} were converted, so that at most {max(0, converted - 1)} can be kept exact, got "
@@ -142,10 +138,6 @@ def make_plan(
     Args:
         layers: None: all that can be replaced; of patterns, too.
         longest: tokens that the model takes; for methods that have a ``max_length``.
-
-    Raises:
-        ValueError: an option, an attention or a head that is not there, an option of exact attention, or an attention
-            that cannot be replaced.
     """
     settings = resolve_options(method, options)
     if method == EXACT and settings:
@@ -167,11 +159,7 @@ def make_plan(
 
 
 def _select(attentions: Sequence[Attention], layers: Sequence[int | str] | int | str | None) -> set[int]:
-    """The numbers of the attentions that are meant and can be replaced.
-
-    Raises:
-        ValueError: a number or a name means one that is kept, or a pattern means no other.
-    """
+    """The numbers of the attentions that are meant and can be replaced."""
     names, chosen = [x.name for x in attentions], set[int]()
     several = isinstance(layers, Iterable) and not isinstance(layers, str)
     for wanted in [[x] for x in layers] if several else [layers]:  # type: ignore[union-attr]
@@ -406,11 +394,7 @@ def convert(
 
 
 def apply(model: nn.Module, plan: Conversion) -> None:
-    """Put the cores of a plan into a model; all are built before the first is put there.
-
-    Raises:
-        ValueError: a method cannot do what an attention needs.
-    """
+    """Put the cores of a plan into a model; all are built before the first is put there."""
     modules = [model.get_submodule(x.name) for x in plan.layers]
     built = [_build(module, layer, i) for i, (module, layer) in enumerate(zip(modules, plan.layers, strict=True))]
     register_converted()

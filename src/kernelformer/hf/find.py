@@ -213,11 +213,7 @@ def run(model: nn.Module, inputs: Mapping[str, Any] | None) -> None:
 
 
 def try_inputs(model: nn.Module) -> dict[str, Tensor]:
-    """Make up inputs for a model by its configuration: a few tokens, or an image.
-
-    Raises:
-        ValueError: neither fits the model.
-    """
+    """Make up inputs for a model by its configuration: a few tokens, or an image."""
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"{type(model).__name__} is not a model of transformers; say what to call it with by inputs=.")
     config, device, kind = model.config, model.device, model.main_input_name
@@ -353,9 +349,6 @@ def attention_calls(
     Args:
         outputs: keep what attentions returned, too.
         only: names of attentions to record; None: all.
-
-    Raises:
-        ValueError: the model does not attend through transformers' AttentionInterface.
     """
     names = {id(module): name for name, module in model.named_modules()}
     counts: Counter[str] = Counter()

@@ -49,11 +49,7 @@ def hub_problem() -> str | None:
 
 
 def hub_options(name: str) -> dict[str, Any]:
-    """Options for reading a model by its name on the hub: from the cache alone where the hub cannot be asked.
-
-    Raises:
-        ValueError: the hub cannot be asked, and the cache has no such model.
-    """
+    """Options for reading a model by its name on the hub: from the cache alone where the hub cannot be asked."""
     from huggingface_hub import try_to_load_from_cache
 
     problem = hub_problem()
@@ -68,11 +64,7 @@ def hub_options(name: str) -> dict[str, Any]:
 
 
 def check_folder(folder: Path) -> None:
-    """Check that a folder holds a model of transformers which was not converted yet.
-
-    Raises:
-        ValueError: it does not, or its configuration asks for more than the limits or for parts on the hub.
-    """
+    """Check that a folder holds a model of transformers which was not converted yet."""
     check_contained(folder)
     path = folder / "config.json"
     if not path.is_file():
@@ -144,9 +136,6 @@ def first_complete(path: object, kinds: Sequence[Any], load: _Load) -> tuple[Any
 
     Returns:
         The model, and remarks for the user: weights that it does not use, and a class that is not the first.
-
-    Raises:
-        ValueError: each class lacks some weight.
     """
     misses = []
     for kind in kinds:
@@ -296,11 +285,7 @@ def gguf_file(path: Path) -> Path | None:
 
 
 def load_gguf(file: Path, task: str) -> tuple[Any, list[str]]:
-    """Load the model of a ``.gguf`` file in float32, in evaluation mode, and remarks for the user.
-
-    Raises:
-        ValueError: the package gguf is missing, or weights are.
-    """
+    """Load the model of a ``.gguf`` file in float32, in evaluation mode, and remarks for the user."""
     if importlib.util.find_spec("gguf") is None:
         raise ValueError(f"{file} needs the package gguf, which is not installed: pip install 'kernelformer[gguf]'")
     if task not in ("auto", "causal"):

@@ -358,11 +358,7 @@ def join_blocks(attentions: str | Sequence[str]) -> str:
 
 
 def parse_sides(text: str) -> tuple[str, str | None]:
-    """Read ``A > B``: the encoder's attention and the decoder's; the second is None where there is only one.
-
-    Raises:
-        ValueError: a side is empty, or there are more than two.
-    """
+    """Read ``A > B``: the encoder's attention and the decoder's; the second is None where there is only one."""
     first, *rest = (x.strip() for x in text.split(BETWEEN_SIDES))
     if not rest:
         return first, None
