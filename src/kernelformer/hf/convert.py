@@ -228,14 +228,7 @@ class ConvertedModel:
         _check_cache(self, options.get("past_key_values"))
         return super().__call__(*args, **options)  # type: ignore[misc]
 
-    def _prepare_cache_for_generation(
-        self,
-        generation_config: Any,
-        model_kwargs: dict[str, Any],
-        generation_mode: Any,
-        batch_size: int,
-        max_cache_length: int,
-    ) -> None:
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *_: Any) -> None:
         """Give `generate` a cache of states instead of keys and values."""
         kind = generation_config.cache_implementation
         if kind is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -340,6 +340,23 @@ class AttentionCall:
         return attend(core, self.module, self.query, self.key, self.value, self.mask, **self.options)[0]
 
 
+@contextmanager
+def hearing(model: PreTrainedModel, hear: Callable[[AttentionCall], None]) -> Iterator[None]:
+    """Call ``hear`` with every call of an attention in a block, which is one pass of the model."""
+    names = {id(module): name for name, module in model.named_modules()}
+    counts: Counter[str] = Counter()
+
+    def record(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:
+        name = names[id(module)]
+        exact = attend_exactly(module, query, key, value, mask, **options)
+        hear(AttentionCall(name, counts[name], module, query, key, value, mask, options, exact[0]))
+        counts[name] += 1
+        return exact
+
+    with probing(model, record):
+        yield
+
+
 @torch.no_grad()
 def attention_calls(
     model: Any, inputs: Mapping[str, Tensor], *, outputs: bool = True, only: Collection[str] | None = None
@@ -350,24 +367,17 @@ def attention_calls(
         outputs: keep what attentions returned, too.
         only: names of attentions to record; None: all.
     """
-    names = {id(module): name for name, module in model.named_modules()}
-    counts: Counter[str] = Counter()
     calls: list[AttentionCall] = []
 
-    def record(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:
-        name = names[id(module)]
-        exact = attend_exactly(module, query, key, value, mask, **options)
-        if only is None or name in only:
-            kept = exact[0] if outputs else None
-            calls.append(AttentionCall(name, counts[name], module, query, key, value, mask, options, kept))
-            counts[name] += 1
-        return exact
+    def record(call: AttentionCall) -> None:
+        if only is None or call.name in only:
+            calls.append(call if outputs else replace(call, output=None))
 
     # Logits over a vocabulary can cost as much as all layers: a body that holds all attentions runs alone.
-    body, wanted = model.base_model, set(names.values()) if only is None else set(only)
-    inside = {names[id(x)] for x in body.modules()}
-    heads_attend = any("attention" in type(model.get_submodule(x)).__name__.lower() for x in wanted - inside)
-    with evaluating(model), probing(model, record):
+    body, named = model.base_model, dict(model.named_modules())
+    inside, wanted = set(body.modules()), named if only is None else only
+    heads_attend = any("attention" in type(named[x]).__name__.lower() for x in wanted if named[x] not in inside)
+    with evaluating(model), hearing(model, record):
         (model if heads_attend else body)(**inputs)
     if not calls:
         raise ValueError(
