@@ -30,13 +30,11 @@ from kernelformer.conversion.report import Judgement, Recall, Sample, card_secti
 from kernelformer.conversion.settings import JudgeSettings
 from kernelformer.conversion.texts import check_length, check_readable, longest, read_labelled, some_texts, tokens_of
 from kernelformer.files import finite, read_json, write_json, write_text
-from kernelformer.hf.attend import CORE, CROSS
 from kernelformer.hf.convert import cores
 from kernelformer.hf.load import Source, load_source
 from kernelformer.hf.pretrained import task_of
 from kernelformer.modules import KernelCore, MixedCore
 from kernelformer.modules.calibration import evaluating
-from kernelformer.modules.exact import LocalCore
 from kernelformer.page import plain, put_section
 
 Log = Callable[[str], None]
@@ -71,24 +69,10 @@ class Steps:
         self.done += work
 
 
-@dataclass(frozen=True)
-class Place:
-    """A core with near keys and a kernel for the far ones, and where it stands."""
-
-    parent: nn.Module
-    name: str
-    core: KernelCore
-
-
-def hybrids(student: nn.Module) -> list[Place]:
+def hybrids(student: nn.Module) -> list[KernelCore]:
     """Find the cores of a converted model that attend exactly to near tokens or sinks and by a kernel to the others."""
-    places = []
-    for name, core in cores(student).items():
-        place = (core, "linear") if isinstance(core, MixedCore) else (student.get_submodule(name), CORE)
-        own = getattr(*place)
-        if isinstance(own, KernelCore) and own.has_near:
-            places.append(Place(*place, own))
-    return places
+    inside = (core.linear if isinstance(core, MixedCore) else core for core in cores(student).values())
+    return [x for x in inside if isinstance(x, KernelCore) and x.has_near]
 
 
 @contextmanager
@@ -97,14 +81,14 @@ def near_alone(student: nn.Module) -> Iterator[None]:
 
     Other attentions stay as they are; afterwards all are as before.
     """
-    places = hybrids(student)
+    own = hybrids(student)
+    for core in own:
+        core.near_alone = True
     try:
-        for place in places:
-            setattr(place.parent, place.name, _local(place.core))
         yield
     finally:
-        for place in places:
-            setattr(place.parent, place.name, place.core)
+        for core in own:
+            core.near_alone = False
 
 
 @contextmanager
@@ -113,7 +97,7 @@ def kernel_alone(student: nn.Module) -> Iterator[None]:
 
     Other attentions stay as they are; afterwards all are as before.
     """
-    before = [(x.core, x.core.near) for x in hybrids(student)]
+    before = [(core, core.near) for core in hybrids(student)]
     try:
         for core, _ in before:
             core.near = None
@@ -121,24 +105,6 @@ def kernel_alone(student: nn.Module) -> Iterator[None]:
     finally:
         for core, near in before:
             core.near = near
-
-
-def _local(core: KernelCore) -> LocalCore:
-    """Build a core of the near part of a hybrid."""
-    local = LocalCore(
-        "local",
-        head_dim=core.head_dim,
-        num_heads=core.num_heads,
-        window=core.window or 1,
-        sinks=core.sinks,
-        scale=core.scale if core.near_scale is None else core.near_scale,
-        normalize_qk=core.normalize_qk,
-    )
-    local.window = local.near.window = (
-        core.window or 0
-    )  # with sinks alone a token does not even see itself, which no other caller asks for
-    setattr(local, CROSS, getattr(core, CROSS, False))
-    return local
 
 
 @torch.no_grad()

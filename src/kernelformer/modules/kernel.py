@@ -47,6 +47,7 @@ class KernelCore(AttentionCore):
     The others are those of `AttentionCore`.
     """
 
+    near_alone = False  # leave the map's part out, to see what the exact one is good for
     # The map's tensors of the last stream: parameters as they are, or what follows from them. They are here and not in
     # the states, of which there may be many.
     _prepared: Prepared | None = None
@@ -179,8 +180,10 @@ class KernelCore(AttentionCore):
                 out, after = self.biased.attend(call, tensors, plain=plain)
         return out, self._state(after, call) if call.streams and after is not None else None
 
-    def _with_far(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Call, Far]:
+    def _with_far(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Call, Far | None]:
         """A call with keys for each head of the sums, and its far part."""
+        if self.near_alone:
+            return call, None
         phi, by_query = self.feature_map, call.bias is not None and self._by_query_head(call)
         heads = self.num_heads if by_query else max(call.key.shape[1], self.state_heads)
         repeats = heads // call.key.shape[1]
