@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -286,8 +287,6 @@ def resume_command(folder: Path | str, command: str = "train", more: str = "") -
 
     Args:
         folder: of the run or the comparison.
-        command: that takes it.
-        more: further options.
     """
     words = [program(), *given_options(), command, shlex.quote(str(folder)), "--resume", more]
     return f"`{' '.join(filter(None, words))}`"
@@ -308,3 +307,57 @@ def command_words(settings: Any) -> list[str]:
         given = [str(x) for x in shown] if isinstance(value, tuple) else [text]
         words += given if how.argument else flag
     return words
+
+
+PROSE = ("title", "about", "source", "note")  # keys whose texts are sentences: a path in them ends at a space
+_HOME = re.compile(r"(?:[A-Za-z]:)?/(?:home|Users)/[^/]+(?=/|$)|/root(?=/|$)|~[^/]*")
+_START = r"(?:file://)?(?:~[\w.-]*[\\/]|[A-Za-z]:[\\/]|/(?!/))"
+_VALUE = re.compile(rf"(?:^|(?<=[=:,]))(?:{_START}[^,:]*|~$)")
+_NAME = r"[\w.+@%-]+"
+_WORD = re.compile(rf"(?<![\w.~/\\<]){_START}{_NAME}(?:[\\/]{_NAME})*/?")
+
+
+def short_path(path: str) -> str:
+    """Return the last two parts of a path, without the home folder; ``~`` for that folder itself."""
+    plain = path.removeprefix("file://").replace("\\", "/")
+    home = Path.home().as_posix()
+    if len(home) > 1 and (plain == home or plain.startswith(f"{home}/")):
+        rest = plain[len(home) :]
+    else:
+        match = _HOME.match(plain)
+        rest = plain[match.end() :] if match else plain
+    names = [x for x in rest.split("/") if x not in ("", ".", "..") and not re.fullmatch("[A-Za-z]:", x)]
+    return "/".join(names[-2:]) or "~"
+
+
+def short_paths(text: str, prose: bool = False) -> str:
+    """Shorten the absolute paths in a text; outside of prose a path may have spaces and ends with the value."""
+
+    def word(match: re.Match[str]) -> str:
+        one = match[0][0] == "/" and match[0].count("/") == 1  # such as "and /or": a word rather than a path
+        return match[0] if one else short_path(match[0])
+
+    text = text if prose else _VALUE.sub(lambda match: short_path(match[0]), text)
+    return _WORD.sub(word, text)
+
+
+def short_command(command: str) -> str:
+    """Shorten the paths in a command line, word by word."""
+    try:
+        words = shlex.split(command)
+    except ValueError:  # an open quote
+        return short_paths(command, prose=True)
+    return shlex.join(short_paths(word) for word in words)
+
+
+def portable(value: Any, key: str = "") -> Any:
+    """Copy a record without what is of this machine; ``key`` is its name in what holds it."""
+    if isinstance(value, dict):
+        return {str(name): portable(x, str(name)) for name, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [portable(x) for x in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, str):
+        return short_command(value) if key == "command" else short_paths(value, prose=key in PROSE)
+    return value

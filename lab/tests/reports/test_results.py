@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 
 import kernelformer as kf
 from kernelformer import files
-from kernelformer.page import as_text, short_command, short_paths
+from kernelformer.page import as_text
 from kernelformer_lab.cli.results import results
+from kernelformer_lab.records import short_command, short_paths
 from kernelformer_lab.reports import results as labels
 from kernelformer_lab.reports.comparison import NONE
 from kernelformer_lab.reports.results import make_record, read_results, results_page, write_results

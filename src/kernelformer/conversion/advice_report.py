@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from rich.table import Table
 from kernelformer.conversion.losses import RATIO, Figure, value_of_loss
 from kernelformer.conversion.measure import AttentionProfile
 from kernelformer.conversion.trials import Candidate, Errors, Expected, Timing, crossover
+from kernelformer.files import finite
 from kernelformer.formatting import human_ratio, visible
-from kernelformer.page import COLOURS, Drawing, figure, legend_key, portable, render, style, text_table
+from kernelformer.page import COLOURS, Drawing, figure, legend_key, render, style, text_table
 
 
 @dataclass
@@ -355,7 +357,9 @@ def tables(advice: Advice) -> list[Table]:
 
 
 def record(advice: Advice) -> dict[str, Any]:
-    """Plain values that JSON can carry, without paths of this machine."""
+    """Plain values that JSON can carry; of files the names alone."""
+    command = {option: _name(x) for option, x in advice.command.items()}
+    advice = replace(advice, source=_name(advice.source), command=command)
     values = dict(vars(advice))
     values["profiles"] = [asdict(x) for x in advice.profiles]
     values["trials"] = [x.as_json() for x in advice.trials]
@@ -364,8 +368,12 @@ def record(advice: Advice) -> dict[str, Any]:
     values["exact"] = None if advice.exact is None else asdict(advice.exact)
     values.update(pays_from=advice.pays_from, verdict=verdict(advice))
     values["commands"] = [{"command": x} for x in paste_lines(advice)]
-    plain: dict[str, Any] = portable(values)
+    plain: dict[str, Any] = json.loads(json.dumps(finite(values)))
     return plain
+
+
+def _name(text: str) -> str:
+    return Path(text).name if Path(text).exists() else text
 
 
 def page(advice: Advice) -> str:

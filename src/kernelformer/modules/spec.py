@@ -8,7 +8,6 @@ import inspect
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -184,11 +183,6 @@ def _describe(names: Sequence[str], kinds: Sequence[type], own: Mapping[str, obj
     return [Option(name, values.get(name), texts.get(name, "")) for name in names]
 
 
-BETWEEN_SIDES = ">"
-_COMMA = re.compile(r",\s+(?![^(\[]*[)\]])")  # those within brackets belong to a value
-_COUNT = re.compile(r"(?:(\d+) x )?(.*)", re.DOTALL)
-
-
 @dataclass(frozen=True)
 class AttentionSpec:
     """An attention string, parsed: ``method:option=value:...``, in some of a model's blocks.
@@ -337,39 +331,6 @@ def default_cross_attention(text: str) -> str:
         return str(spec)
     shared = set(method_options(spec.method)).intersection(method_options(other)) - {"scale"}
     return str(replace(spec.without(set(spec.values) - shared), method=other))
-
-
-def parse_blocks(text: str) -> list[AttentionSpec]:
-    """Read ``2 x A, 4 x B``: the attentions of one side, block after block; ``A`` alone has no count."""
-    blocks = []
-    for part in _COMMA.split(text):
-        match = _COUNT.fullmatch(part.strip())
-        assert match is not None  # it matches anything
-        count = None if match[1] is None else int(match[1])
-        blocks.append(replace(AttentionSpec.parse(match[2]), count=count))
-    return blocks
-
-
-def join_blocks(attentions: str | Sequence[str]) -> str:
-    """Write one attention for all blocks, or a list with one for each: ``2 x A, 4 x B``."""
-    if isinstance(attentions, str):
-        return attentions
-    return ", ".join(f"{len(list(same))} x {spec}" for spec, same in groupby(attentions))
-
-
-def parse_sides(text: str) -> tuple[str, str | None]:
-    """Read ``A > B``: the encoder's attention and the decoder's; the second is None where there is only one."""
-    first, *rest = (x.strip() for x in text.split(BETWEEN_SIDES))
-    if not rest:
-        return first, None
-    if len(rest) > 1 or not (first and rest[0]):
-        raise ValueError(f"{BETWEEN_SIDES} stands between the encoder's attention and the decoder's, got {text!r}.")
-    return first, rest[0]
-
-
-def join_sides(encoder: str, decoder: str | None) -> str:
-    """Write ``A > B``, or ``A`` where there is only one."""
-    return encoder if decoder is None else f"{encoder} {BETWEEN_SIDES} {decoder}"
 
 
 @torch.inference_mode(False)  # its parameters may be trained later

@@ -28,8 +28,6 @@ class Mean:
     """A mean over seeds, and the squared standard errors of its two sources of chance.
 
     Args:
-        value: the mean.
-        count: seeds.
         of_seeds: squared standard error over seeds: variance / count; NaN for one seed.
         of_samples: squared standard error over validation samples. All seeds have the same samples, so it does not fall
             with their number; 0 where it is not known.
@@ -50,7 +48,6 @@ def mean_over_seeds(values: Sequence[float], sample_errors: Sequence[float] = ()
     """The mean of a value over seeds.
 
     Args:
-        values: one a seed.
         sample_errors: standard errors of each over validation samples, where they are known.
     """
     of_seeds = variance(values) / len(values) if len(values) > 1 else math.nan
@@ -63,7 +60,6 @@ class Difference:
     """A difference of two means, its standard error, and how many of these it takes to tell it from 0.
 
     Args:
-        value: first minus second.
         error: standard error, of both means, seeds and samples.
         needed: errors that it takes: the larger of 2 and Student's 95% quantile.
     """
@@ -85,7 +81,6 @@ def difference(first: Mean, second: Mean, of_samples: float | None = None) -> Di
         df      = error^4 / sum_i (s_i^2 / n_i)^2 / (n_i - 1)          (Satterthwaite)
 
     Args:
-        first, second: means over seeds.
         of_samples: squared standard error over samples of the difference itself (`paired`), in the place of e_1^2 +
             e_2^2: errors of the same samples partly cancel where both find the same ones hard, and without it the
             error is then on the safe side.
@@ -170,7 +165,6 @@ def deviations(whole: float, without: Sequence[float], groups: Groups) -> Number
     of their scores has the differences of their deviations, and what both find hard drops out.
 
     Args:
-        whole: the score of all samples.
         without: the score of all but those of one group, for each group.
         groups: of `sample_groups`.
 
@@ -197,8 +191,6 @@ def jackknife(score: Callable[[NDArray[Any]], float], size: int, most: int = GRO
 
     Args:
         score: from the numbers of some samples, in order.
-        size: of all samples.
-        most: groups.
 
     Returns:
         (G); `UNKNOWN` of fewer than two samples.

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from kernelformer.files import read_json, write_text
-from kernelformer.page import as_text, portable
+from kernelformer.page import as_text
 from kernelformer_lab.evidence.base import PAPERS, TRAINING, Item, Job
+from kernelformer_lab.records import portable
 
 NEEDED = {"key", "part", "kind", "name", "seed"}  # of every job on record
 SUPERSEDED = "superseded"  # set on jobs of settings that their item no longer has

@@ -234,9 +234,7 @@ def make_row(name: str, received: Tensor, settings: AminoAcidsSettings) -> Row:
     """The similarities of a model, and their correlation with BLOSUM62.
 
     Args:
-        name: of the model.
         received: (N, H, A), of `received_attention`, for each sequence.
-        settings: of the study.
 
     Returns:
         ``similarity`` (20, 20); ``pearson`` and ``spearman``: correlations with BLOSUM62 over the 190 pairs of

@@ -107,7 +107,6 @@ def kernel_norms(model: nn.Module, tokens: Tensor) -> dict[str, float]:
     """Norms ``|x| sqrt(scale)`` of what the kernels of a model see, of unit length where it normalizes them.
 
     Args:
-        model: of this library.
         tokens: (B, L).
 
     Returns:
