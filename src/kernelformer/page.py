@@ -217,29 +217,3 @@ def put_section(page: str, section: str, before: str = "") -> str:
     else:
         parts.append(("\n" if page and not page.endswith("\n\n") else "") + section)
     return "".join(parts)
-
-
-WIDTH = 110
-
-
-def rounded(value: Any) -> Any:
-    """Copy a record with seven digits of every number that is not an integer: more than a measurement has."""
-    if isinstance(value, dict):
-        return {name: rounded(x) for name, x in value.items()}
-    if isinstance(value, list):
-        return [rounded(x) for x in value]
-    return float(f"{value:.7g}") if isinstance(value, float) else value
-
-
-def as_text(value: Any, indent: str = "") -> str:
-    """Write JSON for readers: a value that fits on a line has one line, others a line for each item."""
-    flat = json.dumps(value, allow_nan=False)
-    if not isinstance(value, dict | list) or not value or len(indent) + len(flat) <= WIDTH:
-        return flat
-    inner = f"{indent}  "
-    if isinstance(value, dict):
-        items = [f"{json.dumps(name)}: {as_text(x, inner)}" for name, x in value.items()]
-    else:
-        items = [as_text(x, inner) for x in value]
-    opened, closed = "{}" if isinstance(value, dict) else "[]"
-    return f"{opened}\n" + ",\n".join(inner + item for item in items) + f"\n{indent}{closed}"

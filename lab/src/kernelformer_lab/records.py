@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shlex
@@ -309,6 +310,7 @@ def command_words(settings: Any) -> list[str]:
     return words
 
 
+WIDTH = 110  # of a line of a record
 PROSE = ("title", "about", "source", "note")  # keys whose texts are sentences: a path in them ends at a space
 _HOME = re.compile(r"(?:[A-Za-z]:)?/(?:home|Users)/[^/]+(?=/|$)|/root(?=/|$)|~[^/]*")
 _START = r"(?:file://)?(?:~[\w.-]*[\\/]|[A-Za-z]:[\\/]|/(?!/))"
@@ -361,3 +363,26 @@ def portable(value: Any, key: str = "") -> Any:
     if isinstance(value, str):
         return short_command(value) if key == "command" else short_paths(value, prose=key in PROSE)
     return value
+
+
+def rounded(value: Any) -> Any:
+    """Copy a record with seven digits of every number that is not an integer: more than a measurement has."""
+    if isinstance(value, dict):
+        return {name: rounded(x) for name, x in value.items()}
+    if isinstance(value, list):
+        return [rounded(x) for x in value]
+    return float(f"{value:.7g}") if isinstance(value, float) else value
+
+
+def readable_json(value: Any, indent: str = "") -> str:
+    """Write JSON for readers: a value that fits on a line has one line, others a line for each item."""
+    flat = json.dumps(value, allow_nan=False)
+    if not isinstance(value, dict | list) or not value or len(indent) + len(flat) <= WIDTH:
+        return flat
+    inner = f"{indent}  "
+    if isinstance(value, dict):
+        items = [f"{json.dumps(name)}: {readable_json(x, inner)}" for name, x in value.items()]
+    else:
+        items = [readable_json(x, inner) for x in value]
+    opened, closed = "{}" if isinstance(value, dict) else "[]"
+    return f"{opened}\n" + ",\n".join(inner + item for item in items) + f"\n{indent}{closed}"

@@ -37,11 +37,10 @@ from kernelformer.conversion.trials import (
 )
 from kernelformer.environment import environment
 from kernelformer.errors import number
-from kernelformer.files import write_text
+from kernelformer.files import write_json, write_text
 from kernelformer.hf.find import Attention, AttentionCall, find_attentions
 from kernelformer.hf.load import Source, load_source
 from kernelformer.hf.pretrained import first_names
-from kernelformer.page import as_text, rounded
 
 Log = Callable[[str], None]
 T = TypeVar("T", int, tuple[int, int])
@@ -501,7 +500,7 @@ def run(source: str | Path, settings: AdviseSettings, out: Path | None = None, l
 def write(advice: Advice, folder: Path) -> None:
     """Write advice.json and advice.html."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / "advice.json", as_text(rounded(record(advice))) + "\n")
+    write_json(folder / "advice.json", record(advice))
     write_text(folder / "advice.html", page(advice))
 
 

@@ -20,7 +20,7 @@ from kernelformer.conversion.checkpoint import Checkpoint
 from kernelformer.conversion.holdout import Batches, Job
 from kernelformer.conversion.keep import window_of
 from kernelformer.conversion.losses import Reference
-from kernelformer.conversion.passkey import knows_numbers, number_tokens
+from kernelformer.conversion.passkey import number_tokens
 from kernelformer.conversion.settings import ConvertSettings
 from kernelformer.conversion.texts import Repeats, TextRows, first_token, rows_for
 from kernelformer.conversion.tune import (
@@ -191,8 +191,7 @@ class Distillation:
         share = REPEATS if self.setting.repeats is None else self.setting.repeats
         self.repeats: Repeats | None = None  # passages beyond the window of a converted decoder
         if job.origin.task == "causal" and share:
-            tokenizer = job.origin.tokenizer
-            numbers = number_tokens(tokenizer, self.setting.seed) if knows_numbers(job.origin) else []
+            numbers = number_tokens(job.origin, self.setting.seed)
             self.repeats = Repeats(share, max(1, window_of(job.student)), numbers)
         if self.repeats is not None:
             share, gap, length = self.repeats.share, self.repeats.gap, self.result.length

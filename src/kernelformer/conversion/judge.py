@@ -25,7 +25,7 @@ from kernelformer.conversion.losses import (
     Figures,
     HiddenStateErrors,
 )
-from kernelformer.conversion.passkey import DIGITS, knows_numbers, passkeys, start_tokens
+from kernelformer.conversion.passkey import DIGITS, number_tokens, passkeys, start_tokens
 from kernelformer.conversion.report import Judgement, Recall, Sample, card_section
 from kernelformer.conversion.settings import JudgeSettings
 from kernelformer.conversion.texts import check_length, check_readable, longest, read_labelled, some_texts, tokens_of
@@ -170,7 +170,7 @@ def judge(
     writes = origin.task == "causal" and evaluation.used is not None
     limit = longest(origin)
     lengths = setting.passkey_lengths if writes and setting.passkeys else ()
-    if writes and setting.passkeys and not lengths and knows_numbers(origin):
+    if writes and setting.passkeys and not lengths and number_tokens(origin):
         lengths = tuple(x for x in LENGTHS if limit is None or x <= limit)
     tokens = setting.sample_tokens if writes else 0
     if tokens is None:
@@ -248,7 +248,7 @@ def check_judging(origin: Source, texts: Texts, setting: JudgeSettings) -> None:
             raise ValueError(f"passkey_lengths={setting.passkey_lengths} and passkeys=0 contradict each other.")
         check_readable(origin, texts.evaluation)
         passkeys(texts.evaluation[:1], origin.tokenizer, min(setting.passkey_lengths), 1)
-        if not knows_numbers(origin):
+        if not number_tokens(origin):
             raise ValueError(
                 f"passkey_lengths={setting.passkey_lengths}: the tokenizer of {origin.path} has tokens of digits that "
                 f"the model's vocabulary has not; give passkeys=0, or put the model's own tokenizer there."

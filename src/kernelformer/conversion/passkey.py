@@ -191,28 +191,19 @@ def _question(tokenizer: Any, key: str) -> tuple[list[int], list[int]]:
     return ids[:same], ids[same:]
 
 
-def tells_numbers(tokenizer: Any) -> bool:
-    """Return True if a tokenizer has different tokens for different numbers; that of proteins has none for any."""
+def number_tokens(source: Source, seed: int = 0) -> list[list[int]]:
+    """Token ids of random numbers of five digits, each after a blank.
+
+    None where a tokenizer has the same tokens for all of them, as that of proteins, or the model does not know some.
+    """
     try:
-        _question(tokenizer, "0" * DIGITS)
+        _question(source.tokenizer, "0" * DIGITS)
     except ValueError:
-        return False
-    return True
-
-
-def number_tokens(tokenizer: Any, seed: int = 0) -> list[list[int]]:
-    """Token ids of random numbers of five digits, each after a blank; none where a tokenizer has no digits."""
-    if not tells_numbers(tokenizer):
         return []
     drawn = torch.randint(10**DIGITS, (NUMBERS,), generator=torch.Generator().manual_seed(seed)).tolist()
-    ids: list[list[int]] = tokenizer([f" {x:0{DIGITS}d}" for x in drawn], add_special_tokens=False)["input_ids"]
-    return ids
-
-
-def knows_numbers(source: Source) -> bool:
-    """Return True if a model has different tokens for different numbers, all of them in its vocabulary."""
-    tokens = number_tokens(source.tokenizer)
-    return bool(tokens) and max(map(max, tokens)) < source.model.config.get_text_config().vocab_size
+    texts = [f" {x:0{DIGITS}d}" for x in drawn]
+    ids: list[list[int]] = source.tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return ids if max(map(max, ids)) < source.model.config.get_text_config().vocab_size else []
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:

@@ -71,7 +71,6 @@ class ConversionResult:
 LONGEST = 1 << 20  # bytes of a card, or of a text in a header, that are read
 NOT_STATED = "not stated by the source: ask there"
 _CARD, _FILES = "README.md", ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "COPYING")
-_FRONT = re.compile(r"\A---\n(.*?)^---$", re.DOTALL | re.MULTILINE)
 # Types of values in a .gguf, as struct has them.
 _NUMBERS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}
 _TEXT, _LIST = 8, 9
@@ -89,13 +88,13 @@ def licence_of(source: str | Path) -> str:
         if packed is not None:
             return _of_gguf(packed) or _of_folder(packed.parent)
         return _of_folder(path) if path.is_dir() else _of_hub(str(source))
-    except (OSError, ValueError):  # a licence that cannot be read is not stated
+    except Exception:  # YAML has errors of its own; a licence that cannot be read is not stated
         return ""
 
 
 def _of_folder(folder: Path) -> str:
     card = folder / _CARD
-    stated = _of_card(_read(card)) if card.is_file() else ""
+    stated = _of_card(card) if card.is_file() else ""
     files = (x for name in _FILES if (x := folder / name).is_file())
     return stated or next((line for x in files if (line := _first_line(_read(x)))), "")
 
@@ -113,24 +112,17 @@ def _read(path: Path) -> str:
         return file.read(LONGEST).decode("utf-8", errors="replace")
 
 
-def _of_card(text: str) -> str:
+def _of_card(path: Path) -> str:
     """``license_name`` or ``license`` of the front matter; ``other`` alone says nothing."""
-    front = _FRONT.match(text.replace("\r\n", "\n").removeprefix("\ufeff"))
-    block = front[1] if front else ""
-    found = re.finditer(r"^(license(?:_name|_link)?):(.*(?:\n[ \t]*-[ \t].*)*)", block, re.MULTILINE)
-    values = {x[1]: _values(x[2]) for x in found}  # the items of a list follow, one a line
-    name = values.get("license_name") or values.get("license", "")
-    if name == "other":
+    from huggingface_hub import metadata_load
+
+    stated = metadata_load(path) or {}
+    values = {x: stated.get(x) for x in ("license_name", "license", "license_link")}
+    name, plain_name, link = (", ".join(map(str, x if isinstance(x, list) else [x or ""])) for x in values.values())
+    name = name or plain_name
+    if not name or name == "other":
         return ""
-    link = values.get("license_link")
-    return f"{name} ({link})" if name and link else name
-
-
-def _values(text: str) -> str:
-    """The words of a value in a front matter, those of a list between commas."""
-    items = [re.sub(r"^\s*-\s", "", x).split(" #")[0] for x in text.strip().strip("[]").splitlines()]
-    words = [y.strip().strip("'\"") for x in items for y in x.split(",")]
-    return ", ".join(x for x in words if x)
+    return f"{name} ({link})" if link else name
 
 
 def _first_line(text: str) -> str:

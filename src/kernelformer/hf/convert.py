@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderC
 from kernelformer.cache import StateCache, StateLayer
 from kernelformer.feature_maps.pivots import without_landmark_warnings
 from kernelformer.hf.adapters import family_of, restore_bias, tabulate_bias
-from kernelformer.hf.adapters.base import Way, derive, underive
+from kernelformer.hf.adapters.base import derive, underive
 from kernelformer.hf.adapters.multihead import KernelMultiheadAttention
 from kernelformer.hf.attend import CONVERTED, CORE, CROSS, MIXED, KeptAttention, register_converted
 from kernelformer.hf.find import Attention, find_attentions, held_configs, run
@@ -34,30 +34,20 @@ from kernelformer.modules.spec import (
 EXACT = "softmax"
 
 
-@dataclass(frozen=True)
-class Layer:
+@dataclass(frozen=True, kw_only=True)
+class Layer(Attention):
     """Plan for one attention, or the record of what was done to it.
 
     Args:
-        way: see `Attention`.
         method: `EXACT` where it was kept, by choice or for a reason.
+        options: of the method.
         exact_heads: those that attend exactly in a layer that was replaced.
         calls: in one pass, when the conversion was verified; 0: not verified.
-        reason: why it could not be replaced and stays as the model has it; "" for all others.
     """
 
-    name: str
-    way: Way
-    num_heads: int
-    head_dim: int
-    scale: float
-    causal: bool
     method: str
     options: dict[str, Any] = field(default_factory=dict)
     exact_heads: tuple[int, ...] = ()
-    calls: int = 0
-    cross: bool = False
-    reason: str = ""
 
     @property
     def replaced(self) -> bool:
@@ -96,9 +86,9 @@ class Conversion:
         return all(x.calls for x in self.layers)
 
     def as_json(self) -> list[dict[str, Any]]:
-        """The plan as plain values; ``reason`` only where there is one."""
+        """The plan as plain values; what says nothing is left out."""
         rows = [{**asdict(x), "exact_heads": list(x.exact_heads)} for x in self.layers]
-        return [{name: x for name, x in row.items() if name != "reason" or x} for row in rows]
+        return [{name: x for name, x in row.items() if name not in ("reason", "num_key_heads") or x} for row in rows]
 
     @classmethod
     def from_json(cls, rows: Sequence[Mapping[str, Any]]) -> Conversion:
@@ -183,11 +173,8 @@ def _layer(attention: Attention, method: str, heads: tuple[int, ...], options: M
     """
     if attention.cross:
         method, options = cross_options(method, options)
-    copied = ("name", "way", "num_heads", "head_dim", "scale", "causal", "cross")
-    own: dict[str, Any] = {x: getattr(attention, x) for x in copied}
-    if attention.reason:
-        return Layer(**own, method=EXACT, reason=attention.reason)
-    if method == EXACT or len(heads) == attention.num_heads:
+    own = {**vars(attention), "calls": 0, "num_key_heads": None}
+    if attention.reason or method == EXACT or len(heads) == attention.num_heads:
         return Layer(**own, method=EXACT)
     settings = dict(options)
     if heads and "num_key_heads" in settings:

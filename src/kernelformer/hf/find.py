@@ -64,33 +64,30 @@ class Attention:
 
 @dataclass
 class Probe:
-    """Attention that records its sizes and counts its calls, module by module."""
+    """Sizes and number of calls of the attentions that are heard, by module."""
 
     seen: dict[int, Attention] = field(default_factory=dict)
     calls: Counter[int] = field(default_factory=Counter)
 
-    def __call__(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
-    ) -> Any:
-        """Attend exactly, and record sizes, scale and mask."""
+    def hear(self, call: AttentionCall) -> None:
+        """Note sizes, scale and mask, and count the call."""
+        module, mask, options, key = call.module, call.mask, call.options, id(call.module)
         known = (*ARGUMENTS, *KEPT_KEYWORDS)
         check_keywords({name: x for name, x in options.items() if name not in known}, "kernel attention", module)
-        self.calls[id(module)] += 1
-        if id(module) not in self.seen:
-            scale, reason = options.get("scaling"), reason_to_keep(options, mask)
-            causal = causal_without_mask(module, options.get("is_causal"))
-            self.seen[id(module)] = Attention(
-                "",
+        self.calls[key] += 1
+        if key not in self.seen:
+            reason = reason_to_keep(options, mask)
+            self.seen[key] = Attention(
+                call.name,
                 "interface",
-                query.shape[1],
-                query.shape[3],
-                query.shape[3] ** -0.5 if scale is None else float(scale),
-                is_causal(module, mask, options) if reason else read_mask(mask, query, key, causal)[1],
-                cross=query.shape[2] != key.shape[2],
-                num_key_heads=key.shape[1],
+                call.query.shape[1],
+                call.query.shape[3],
+                call.scale,
+                is_causal(module, mask, options) if reason else call.visible()[1],
+                cross=call.query.shape[2] != call.key.shape[2],
+                num_key_heads=call.key.shape[1],
                 reason=reason,
             )
-        return attend_exactly(module, query, key, value, mask, **options)
 
 
 def candidates(model: nn.Module) -> dict[str, nn.Module]:
@@ -169,7 +166,7 @@ def _describe(name: str, module: nn.Module, probe: Probe) -> Attention | None:
     if family.way != "interface":
         heads, dim = family.sizes(module)
         return Attention(name, family.way, heads, dim, dim**-0.5, False, calls, reason=family.reason_to_keep(module))
-    return None if seen is None else replace(seen, name=name, calls=calls)
+    return None if seen is None else replace(seen, calls=calls)
 
 
 def _refuse(model: nn.Module, uncovered: list[str], idle: list[Attention]) -> None:
@@ -280,7 +277,7 @@ def _watching(model: nn.Module, probe: Probe) -> Iterator[None]:
     unseen = (x for x in model.modules() if family_of(x).way in ("multihead", "own"))  # by an interface
     handles = [x.register_forward_pre_hook(note) for x in unseen]
     try:
-        with probing(model, probe, whole_mask) if isinstance(model, PreTrainedModel) else nullcontext():
+        with hearing(model, probe.hear, whole_mask) if isinstance(model, PreTrainedModel) else nullcontext():
             yield
     finally:
         for handle in handles:
@@ -341,19 +338,19 @@ class AttentionCall:
 
 
 @contextmanager
-def hearing(model: PreTrainedModel, hear: Callable[[AttentionCall], None]) -> Iterator[None]:
-    """Call ``hear`` with every call of an attention in a block, which is one pass of the model."""
+def hearing(model: PreTrainedModel, hear: Callable[[AttentionCall], None], mask: Any = sdpa_mask) -> Iterator[None]:
+    """Call ``hear`` with every call of an attention in a block, which is one pass of the model; see `probing`."""
     names = {id(module): name for name, module in model.named_modules()}
     counts: Counter[str] = Counter()
 
-    def record(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:
+    def record(module: Any, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, **options: Any) -> Any:
         name = names[id(module)]
-        exact = attend_exactly(module, query, key, value, mask, **options)
-        hear(AttentionCall(name, counts[name], module, query, key, value, mask, options, exact[0]))
+        exact = attend_exactly(module, query, key, value, seen, **options)
+        hear(AttentionCall(name, counts[name], module, query, key, value, seen, options, exact[0]))
         counts[name] += 1
         return exact
 
-    with probing(model, record):
+    with probing(model, record, mask):
         yield
 
 

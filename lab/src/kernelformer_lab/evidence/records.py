@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from kernelformer.files import read_json, write_text
-from kernelformer.page import as_text
 from kernelformer_lab.evidence.base import PAPERS, TRAINING, Item, Job
-from kernelformer_lab.records import portable
+from kernelformer_lab.records import portable, readable_json
 
 NEEDED = {"key", "part", "kind", "name", "seed"}  # of every job on record
 SUPERSEDED = "superseded"  # set on jobs of settings that their item no longer has
@@ -128,7 +127,7 @@ def write_record(folder: Path, item: Item, entries: Sequence[dict[str, Any]]) ->
         "jobs": jobs,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(record_path(folder, item), as_text(portable(record)) + "\n")
+    write_text(record_path(folder, item), readable_json(portable(record)) + "\n")
 
 
 def _marked(entry: dict[str, Any], is_current: bool) -> dict[str, Any]:

@@ -26,15 +26,13 @@ from kernelformer.page import (
     COLOURS,
     STYLES,
     Drawing,
-    as_text,
     figure,
     legend_key,
     render,
-    rounded,
     safe,
     small,
 )
-from kernelformer_lab.records import BY_NAME, Result, part, portable
+from kernelformer_lab.records import BY_NAME, Result, part, portable, readable_json, rounded
 from kernelformer_lab.reports.comparison import (
     CAPTION,
     MARK,
@@ -309,7 +307,7 @@ def make_record(folder: Path | str, results: Path, day: str | None = None) -> tu
     more = sorted(record.keys() - {*FIRST, *LAST})
     ordered = {key: record[key] for key in (*FIRST, *more, *LAST) if key in record}
     name = re.sub(r"[^A-Za-z0-9+=.,_-]", "_", Path(folder).resolve().name).lstrip(".") or "comparison"
-    return results / f"{day}-{name}.json", as_text(ordered) + "\n"
+    return results / f"{day}-{name}.json", readable_json(ordered) + "\n"
 
 
 def add_results(folders: Sequence[Path | str], results: Path, day: str | None = None) -> dict[Path, str]:
