@@ -198,9 +198,6 @@ def copy_sentence_files(source: str | Path, target: Path, *, allow_pickle: bool 
 
     Nothing is copied of a source without ``modules.json``, no file through a link that leads out of it, and no pickled
     weights unless they are allowed.
-
-    Returns:
-        Remarks for the user: what was copied, and what was not and why.
     """
     if Path(source).is_file():
         return []

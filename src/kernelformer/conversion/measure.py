@@ -145,9 +145,6 @@ def attention_weights(
         key_mask: (B, S) bool; None: all keys are real.
         position_bias: (1, H, L, S).
         rows: (N), which queries; None: all.
-
-    Returns:
-        (B, H, N or L, S).
     """
     rows = torch.arange(query.shape[2], device=query.device) if rows is None else rows
     key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)

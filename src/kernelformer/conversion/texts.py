@@ -65,11 +65,7 @@ class Repeats:
         return length >= self.gap + 2 * SHORTEST
 
     def row(self, ids: Tensor, seed: int) -> tuple[Tensor, list[Copy]]:
-        """Repeat passages of a row, or leave it as it is.
-
-        Returns:
-            As many ids, and the copies; none where the row is too short for one.
-        """
+        """Repeat passages of a row, or leave it as it is."""
         gen = torch.Generator().manual_seed(seed)
         if float(torch.rand((), generator=gen)) >= self.share:
             return ids, []

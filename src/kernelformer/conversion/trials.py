@@ -226,9 +226,6 @@ class Trials:
 
         Args:
             seconds: at most; the learning rate falls by a cosine of whichever is over first.
-
-        Returns:
-            The number of steps that were done.
         """
         with self.converted(candidate) as student, torch.enable_grad():
             inside = cores(student)

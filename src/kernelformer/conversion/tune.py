@@ -520,9 +520,6 @@ def start_maps(cores: Mapping[str, AttentionCore], batches: Sequence[Sequence[At
 
     Args:
         batches: what the original's attentions saw; the last is held out to compare by, where there are several.
-
-    Returns:
-        Which start each map that could choose has taken.
     """
     fitted, held = batches[:-1] or batches, batches[-1]
     chosen = {}

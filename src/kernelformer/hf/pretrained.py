@@ -133,9 +133,6 @@ def first_complete(path: object, kinds: Sequence[Any], load: _Load) -> tuple[Any
 
     Args:
         load: (class, **options) -> the model, and transformers' ``loading_info``.
-
-    Returns:
-        The model, and remarks for the user: weights that it does not use, and a class that is not the first.
     """
     misses = []
     for kind in kinds:

@@ -291,9 +291,6 @@ class BiasedAttention:
 
         Args:
             call: with a bias over all distances; in a stream its queries and keys are normalized already.
-
-        Returns:
-            (B, H, L, E), and in a stream the tensors of the state after the keys.
         """
         bias = call.bias
         assert bias is not None

@@ -208,9 +208,6 @@ class NearFarAttention:
 
         Args:
             call: keys and values have as many heads as the far part's sums.
-
-        Returns:
-            (B, H, L, E), and in a stream the tensors of the state after the keys.
         """
         if not call.streams and call.state is None:
             sinks = None
