@@ -50,22 +50,9 @@ def attention_loss(
         window_dropout: share of the rows in which near keys get the map's weights too, so that it learns all of them.
     """
     if isinstance(core, MixedCore):
-        which = core.heads[1]
         query, key, value = (core._split(x, 1) for x in (query, key, value))
-        bias = None if position_bias is None else position_bias[:, which]
-        return attention_loss(
-            core.linear,
-            query,
-            key,
-            value,
-            key_mask,
-            causal,
-            scaling,
-            bias,
-            seed=seed,
-            turn=turn,
-            window_dropout=window_dropout,
-        )
+        position_bias = None if position_bias is None else position_bias[:, core.heads[1]]
+        core = core.linear
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     assert isinstance(core, KernelCore)
     groups = query.shape[1] // key.shape[1]
