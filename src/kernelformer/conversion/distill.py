@@ -24,6 +24,7 @@ from kernelformer.conversion.passkey import number_tokens
 from kernelformer.conversion.settings import ConvertSettings
 from kernelformer.conversion.texts import Repeats, TextRows, first_token, rows_for
 from kernelformer.conversion.tune import (
+    Batch,
     BreakdownError,
     Progress,
     ReusePolicy,
@@ -276,9 +277,9 @@ class Distillation:
         seconds = None if budget.seconds is None else max(0.0, budget.seconds - (time.monotonic() - start))
         progress = Progress(losses, saved if losses else None)
         try:
-            learn(
-                rate, self._batches(order, skip), budget.steps, seconds, progress, self._told(stage, budget, progress)
-            )
+            told = self._told(stage, budget, progress)
+            limits = {"steps": budget.steps, "seconds": seconds}
+            learn(rate, self._batches(order, skip), **limits, progress=progress, log=told)
         except KeyboardInterrupt:
             if progress.whole:
                 self._save(progress, now=True)
@@ -303,29 +304,12 @@ class Distillation:
         noted = {"curves": self.result.curves, "spent": self.result.spent}
         self.checkpoint.save(self.student, self.result.losses, progress.state, noted, now=now)
 
-    def _learn(
-        self,
-        stage: str,
-        reuse: ReusePolicy,
-        rate: float,
-        batches: Iterator[dict[str, Tensor]],
-        steps: int,
-        seconds: float | None,
-        progress: Progress,
-        log: Callable[[int, float], None] | None = None,
-    ) -> None:
+    def _learn(self, stage: str, reuse: ReusePolicy, rate: float, batches: Iterator[Batch], **options: Any) -> None:
         teacher = self.origin.model
-        options: dict[str, Any] = {
-            "steps": steps,
-            "seconds": seconds,
-            "autocast": quick_dtype(teacher.device),
-            "progress": progress,
-            "log": log,
-            "held_out": self.held_out,
-        }
+        options |= {"autocast": quick_dtype(teacher.device), "held_out": self.held_out}
         if stage == "transfer":
-            more: dict[str, Any] = {"lr": rate, "reuse": reuse, "window_dropout": self.setting.window_dropout}
-            transfer(self.student, teacher, batches, **more, **options)
+            options |= {"reuse": reuse, "window_dropout": self.setting.window_dropout}
+            transfer(self.student, teacher, batches, lr=rate, **options)
         else:
             tune(self.student, teacher, batches, lr=rate, map_lr=min(1e-3, MAPS * rate), **options)
 
@@ -344,7 +328,7 @@ class Distillation:
                 return float("inf")
             progress = Progress()
             try:
-                learn(rate, self._batches(order), TRIAL_STEPS, each, progress)
+                learn(rate, self._batches(order), steps=TRIAL_STEPS, seconds=each, progress=progress)
             except BreakdownError:
                 return float("inf")
             if not progress.losses:

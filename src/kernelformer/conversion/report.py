@@ -402,43 +402,34 @@ def picture(result: ConversionResult, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     reports: dict[str, Report] = result.reports
-    parts = list(next(iter(reports.values())).hidden)
-    curves = {stage: x for stage, x in result.curves.items() if len(x) > 1}
-    count = 1 + len(parts) + len(curves)
-    figure, axes = plt.subplots(1, count, figsize=(4.6 * count, 3.8), squeeze=False, constrained_layout=True)
-    first, *others = axes[0][: 1 + len(parts)]
-    for axis, (stage, points) in zip(axes[0][1 + len(parts) :], curves.items(), strict=True):
-        axis.plot([x[1] / 60 for x in points], [x[3] for x in points], marker="o", color="C2")
-        axis.set_title(f"{stage}: loss of held-out texts")
-        axis.set_xlabel("minutes")
-        axis.set_ylim(bottom=0)
-        axis.grid(True, alpha=0.2)
-    for index, (label, report) in enumerate(reports.items()):
-        numbers = list(range(len(report.rows)))
-        color = f"C{index}"
-        first.plot(numbers, [x.error for x in report.rows], marker="o", color=color, label=label)
-        for axis, part in zip(others, parts, strict=True):
-            values = report.hidden[part]
-            axis.plot(range(len(values)), values, marker="o", color=color, label=label)
     last = list(reports.values())[-1]
+    curves = {f"{stage}: loss of held-out texts": x for stage, x in result.curves.items() if len(x) > 1}
+    count = 1 + len(last.hidden) + len(curves)
+    figure, axes = plt.subplots(1, count, figsize=(4.6 * count, 3.8), squeeze=False, constrained_layout=True)
+    first, *others = axes[0]
+    for label, report in reports.items():
+        first.plot([x.error for x in report.rows], marker="o", label=label)
+        for axis, values in zip(others, report.hidden.values(), strict=False):
+            axis.plot(values, marker="o")
     low, high = [min(x.heads) for x in last.rows], [max(x.heads) for x in last.rows]
     first.fill_between(range(len(low)), low, high, color=f"C{len(reports) - 1}", alpha=0.15, linewidth=0)
     known = [(i, x.predicted) for i, x in enumerate(last.rows) if x.predicted is not None and x.predicted < HOPELESS]
     if known:
         first.plot(*zip(*known, strict=True), linestyle=":", color="grey", label="predicted, of the weights")
-    first.set_title("each attention by itself (shade: its heads)")
-    first.set_xlabel("attention, in the order of the calls")
-    for axis, part in zip(others, parts, strict=True):
-        axis.set_title("hidden states, errors added up" if part == "layers" else f"hidden states of the {part}")
-        axis.set_xlabel("layers")
-    for axis in (first, *others):
+    first.legend(fontsize="small")
+    hidden = ["hidden states, errors added up" if x == "layers" else f"hidden states of the {x}" for x in last.hidden]
+    titles = {"each attention by itself (shade: its heads)": "attention, in the order of the calls"}
+    for axis, (title, label) in zip(axes[0], (titles | dict.fromkeys(hidden, "layers")).items(), strict=False):
+        axis.set(title=title, xlabel=label, ylabel="relative error")
         if axis.get_ylim()[1] > STEEP:
             axis.set_yscale("symlog", linthresh=1)
-        axis.set_ylim(bottom=0)
-        axis.set_ylabel("relative error")
         axis.xaxis.get_major_locator().set_params(integer=True)
+    for axis, (title, points) in zip(others[len(hidden) :], curves.items(), strict=True):
+        axis.plot([x[1] / 60 for x in points], [x[3] for x in points], marker="o", color="C2")
+        axis.set(title=title, xlabel="minutes")
+    for axis in axes[0]:
+        axis.set_ylim(bottom=0)
         axis.grid(True, alpha=0.2)
-    first.legend(fontsize="small")
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,16 +26,7 @@ from kernelformer.modules.calibration import evaluating
 Batch = Mapping[str, Tensor]
 
 
-class TeacherActivations:
-    """Inputs of an original's attentions, recorded batch by batch."""
-
-    def __init__(self, teacher: PreTrainedModel, names: Iterable[str], autocast: torch.dtype | None = None) -> None:
-        self.teacher, self.names, self.autocast = teacher, set(names), autocast
-
-    def __call__(self, batch: Batch) -> list[AttentionCall]:
-        """Run the original on a batch; the calls, in their order."""
-        with torch.autocast(self.teacher.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            return attention_calls(self.teacher, batch, outputs=False, only=self.names)
+Record = Callable[[Batch], list[AttentionCall]]  # the calls of the original's attentions on a batch
 
 
 @dataclass(frozen=True)
@@ -58,9 +50,7 @@ class ReusePolicy:
         blocks, rest = divmod(steps, self.block * self.times)
         return blocks * self.block + min(rest, self.block)
 
-    def steps(
-        self, watched: TeacherActivations, batches: Iterator[Batch], first: int, last: int
-    ) -> Iterator[StepBatch]:
+    def steps(self, watched: Record, batches: Iterator[Batch], first: int, last: int) -> Iterator[StepBatch]:
         """Yield what each step from ``first`` on works with; ``batches`` begin with `first_batch` of ``first``.
 
         Args:
@@ -369,7 +359,7 @@ def transfer(
             f"attention transfer fits what a map learns, and there is nothing to learn here ({methods}); use a learned "
             f"method such as 'loglinear', or fine-tune."
         )
-    watched, inside = TeacherActivations(teacher, own, autocast), cores(student)
+    watched, inside = partial(attention_calls, teacher, outputs=False, only=own, autocast=autocast), cores(student)
     parameters = [x for some in own.values() for x in some]
     options: dict[str, Any] = {"window_dropout": window_dropout}
     with evaluating(student, teacher):
@@ -503,8 +493,8 @@ def start_student(
     if not own:
         return {}
     with evaluating(teacher, student):
-        watched = TeacherActivations(teacher, own, autocast)
-        return start_maps(own, [watched(x) for x in batches])
+        how: dict[str, Any] = {"outputs": False, "only": own, "autocast": autocast}
+        return start_maps(own, [attention_calls(teacher, x, **how) for x in batches])
 
 
 @torch.no_grad()

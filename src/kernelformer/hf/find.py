@@ -356,13 +356,19 @@ def hearing(model: PreTrainedModel, hear: Callable[[AttentionCall], None], mask:
 
 @torch.no_grad()
 def attention_calls(
-    model: Any, inputs: Mapping[str, Tensor], *, outputs: bool = True, only: Collection[str] | None = None
+    model: Any,
+    inputs: Mapping[str, Tensor],
+    *,
+    outputs: bool = True,
+    only: Collection[str] | None = None,
+    autocast: torch.dtype | None = None,
 ) -> list[AttentionCall]:
     """Record the attentions of one pass, in the order of the calls; the model is left as it was.
 
     Args:
         outputs: keep what attentions returned, too.
         only: names of attentions to record; None: all.
+        autocast: the precision of the pass, such as ``torch.bfloat16``.
     """
     calls: list[AttentionCall] = []
 
@@ -374,7 +380,8 @@ def attention_calls(
     body, named = model.base_model, dict(model.named_modules())
     inside, wanted = set(body.modules()), named if only is None else only
     heads_attend = any("attention" in type(named[x]).__name__.lower() for x in wanted if named[x] not in inside)
-    with evaluating(model), hearing(model, record):
+    precision = torch.autocast(model.device.type, dtype=autocast, enabled=autocast is not None)
+    with evaluating(model), hearing(model, record), precision:
         (model if heads_attend else body)(**inputs)
     if not calls:
         raise ValueError(
