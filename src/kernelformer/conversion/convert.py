@@ -7,9 +7,9 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -61,16 +61,11 @@ DECODERS = ("local:window=64:sinks=4", "favor+:window=64:sinks=4", "loglinear:wi
 Compare = Callable[[Sequence[str]], Mapping[str, float]]
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """Default attention for a pretrained model, with the reason.
-
-    Args:
-        features: number of features; None: that of all conversions.
-    """
+class Proposal(NamedTuple):
+    """Default attention for a pretrained model, why it is that, and its features unless they are as ever."""
 
     attention: str
-    reason: str
+    why: str
     features: int | None = None
 
 
@@ -100,42 +95,30 @@ def proposal(
     modules = {x.name: model.get_submodule(x.name) for x in attentions}
     biased = any(family_of(module).has_bias(module, name, False) for name, module in modules.items())
     causal, pair = any(x.causal for x in attentions), any(x.cross for x in attentions)
-    if distilled:
-        return _learned(biased, causal, length)
-    if pair or (causal and biased):
+    short = length is not None and length < 2 * WINDOW
+    if distilled and (biased or short):
+        why = f"texts of {length} tokens leave little to learn beyond a window of {WINDOW}"
         return Proposal(
-            LEARNED, f"{LEARNED}: the model is causal or reads two sequences; it needs --distill to be of use"
+            LEARNED, f"it is distilled, and {'its relative bias leaves no room for a window' if biased else why}"
         )
+    if distilled:
+        more = "" if causal else f"; without training {UNTRAINED}{NEAR} may be nearer still"
+        why = f"it is distilled, and a learned map beside a window is nearest then{more}"
+        return Proposal(LEARNED + (DECODER_NEAR if causal else ENCODER_NEAR), why, FEATURES)
+    if pair or (causal and biased):
+        return Proposal(LEARNED, "the model is causal or reads two sequences; it needs --distill to be of use")
     if not causal:
         near = "; its relative bias leaves no room for a window" if biased else " and a window"
-        attention = UNTRAINED if biased else UNTRAINED + NEAR
-        return Proposal(attention, f"{attention}: an encoder without training is nearest with landmarks{near}")
+        why = f"an encoder without training is nearest with landmarks{near}"
+        return Proposal(UNTRAINED if biased else UNTRAINED + NEAR, why)
     if length is not None and length <= WINDOW:
-        first = DECODERS[0]
-        return Proposal(first, f"{first}: texts of {length} tokens are within its window, nothing is far in them")
-    return _decoder(compare)
-
-
-def _learned(biased: bool, causal: bool, length: int | None) -> Proposal:
-    if biased:
-        return Proposal(LEARNED, f"{LEARNED}: it is distilled, and its relative bias leaves no room for a window")
-    if length is not None and length < 2 * WINDOW:
-        why = f"texts of {length} tokens leave little to learn beyond a window of {WINDOW}"
-        return Proposal(LEARNED, f"{LEARNED}: it is distilled, and {why}")
-    attention = LEARNED + (DECODER_NEAR if causal else ENCODER_NEAR)
-    reason = "it is distilled, and a learned map beside a window is nearest then"
-    more = "" if causal else f"; without training {UNTRAINED}{NEAR} may be nearer still"
-    return Proposal(attention, f"{attention}: {reason}{more}", FEATURES)
-
-
-def _decoder(compare: Compare | None) -> Proposal:
+        return Proposal(DECODERS[0], f"texts of {length} tokens are within its window, nothing is far in them")
     if compare is None:
-        first = DECODERS[0]
-        return Proposal(first, f"{first}: a decoder without training, and no texts to measure anything else on")
+        return Proposal(DECODERS[0], "a decoder without training, and no texts to measure anything else on")
     losses = compare(DECODERS)
-    best = min(losses, key=lambda x: losses[x])
     said = ", ".join(f"{x} {loss:.3g}" for x, loss in losses.items())
-    return Proposal(best, f"{best}: the nearest for a decoder without training, by the rise of the loss ({said})")
+    why = f"the nearest for a decoder without training, by the rise of the loss ({said})"
+    return Proposal(min(losses, key=lambda x: losses[x]), why)
 
 
 def with_default(setting: S, origin: Source, texts: Texts, log: Log = lambda _: None) -> tuple[S, str]:
@@ -154,10 +137,10 @@ def with_default(setting: S, origin: Source, texts: Texts, log: Log = lambda _: 
         compare=compare if texts.evaluation and origin.task == "causal" else None,
     )
     if setting.features is not None and found.attention == DECODERS[0]:  # a window alone has no features
-        found = Proposal(DECODERS[1], f"{DECODERS[1]}: a decoder without training, for which --features are asked")
+        found = Proposal(DECODERS[1], "a decoder without training, for which --features are asked")
     features = found.features if setting.features is None else setting.features
     same = "" if by_others else "; by what is measured on, for want of other texts"
-    reason = f"no --attention was given: {found.reason}{same}"
+    reason = f"no --attention was given: {found.attention}: {found.why}{same}"
     return replace(setting, attention=found.attention, features=features), reason
 
 

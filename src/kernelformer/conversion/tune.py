@@ -413,17 +413,10 @@ def tune(
     Dropout is off, as it is in the original's pass.
 
     Args:
-        student: converted.
-        teacher: the same model, not converted.
-        batches: inputs of the models, without end.
-        steps: at most.
+        student: converted; the others are those of `transfer`.
         lr: of AdamW for the backbone, at its peak; 0 leaves it as it is.
         map_lr: for what maps learn.
-        seconds: at most, if given.
         autocast: the precision of the passes, such as ``torch.bfloat16``; weights and losses stay as they are.
-        progress: see `transfer`.
-        log: called after each step with its number and the loss.
-        held_out: held-out inputs, evaluated regularly; the weights of the best evaluation are kept.
 
     Returns:
         The loss, step by step.

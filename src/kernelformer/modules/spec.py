@@ -450,17 +450,7 @@ def kernel_attention(
         key: (B, G, S, D), G divides H.
         value: (B, G, S, E).
         method: a name from `list_methods`.
-        is_causal: key j is visible to query i iff j <= i.
-        key_mask: (B, S) bool, True = attend.
-        bias: relative position bias; it and the others are those of `AttentionCore.forward`.
-        scale: of the product q . k; default 1 / sqrt(D), or the method's own.
-        algorithm: ``chunked`` or ``plain``, with a bias also others.
-        max_distance: with a bias.
-        slope: with a bias.
-        num_prefix: with a bias.
-        query_mask: (B, L) bool, which queries are real.
-        segment_ids: (B, L) integers, of packed sequences.
-        options: of the method, see `build_attention`.
+        options: of the method, see `build_attention`; all others are those of `AttentionCore.forward`.
 
     Returns:
         (B, H, L, E).
