@@ -360,12 +360,7 @@ def record(advice: Advice) -> dict[str, Any]:
     """Plain values that JSON can carry; of files the names alone."""
     command = {option: _name(x) for option, x in advice.command.items()}
     advice = replace(advice, source=_name(advice.source), command=command)
-    values = dict(vars(advice))
-    values["profiles"] = [asdict(x) for x in advice.profiles]
-    values["trials"] = [x.as_json() for x in advice.trials]
-    for name in ("curve", "kept", "checks"):
-        values[name] = [asdict(x) for x in getattr(advice, name)]
-    values["exact"] = None if advice.exact is None else asdict(advice.exact)
+    values = {**asdict(replace(advice, trials=[])), "trials": [x.as_json() for x in advice.trials]}
     values.update(pays_from=advice.pays_from, verdict=verdict(advice))
     values["commands"] = [{"command": x} for x in paste_lines(advice)]
     plain: dict[str, Any] = json.loads(json.dumps(finite(values)))

@@ -440,41 +440,26 @@ class Reference:
 
     def figure(self, model: Any) -> Figure:
         """Run another model on the same inputs and compare it."""
-        pairs = [
-            (_digest(model, x, self.kind == RATIO), want) for x, want in zip(self.batches, self.wanted, strict=True)
-        ]
-        ours, theirs = (torch.cat([pair[i].measured for pair in pairs]).double() for i in (0, 1))
+        found = [_digest(model, x, self.kind == RATIO) for x in self.batches]
+        ours, theirs = (torch.cat([x for x, _ in some]).double() for some in (found, self.wanted))
         if self.kind == RATIO:
             value = math.exp(min(700.0, float(ours.mean() - theirs.mean())))
         else:
             value = float(torch.cosine_similarity(ours, theirs, dim=-1).mean())
-        same = [
-            torch.eq(a.largest, b.largest)[b.real]
-            for a, b in pairs
-            if a.largest is not None and b.largest is not None and b.real is not None
-        ]
-        return Figure(self.kind, value, float(torch.cat(same).double().mean()) if same else None)
-
-
-@dataclass(frozen=True)
-class _Digest:
-    """Of a batch: losses (N) or pooled states (B, d); and the largest logits (B, L) of real tokens."""
-
-    measured: Tensor
-    largest: Tensor | None
-    real: Tensor | None
+        likeliest = [torch.eq(a, b) for (_, a), (_, b) in zip(found, self.wanted, strict=True) if a is not None]
+        return Figure(self.kind, value, float(torch.cat(likeliest).double().mean()) if likeliest else None)
 
 
 @torch.no_grad()
-def _digest(model: Any, batch: Batch, predicts: bool) -> _Digest:
+def _digest(model: Any, batch: Batch, predicts: bool) -> tuple[Tensor, Any]:
+    """Losses (N) or pooled states (B, d) of a batch; and the likeliest token of each real one, None without logits."""
     with evaluating(model):
         out = model(**batch, output_hidden_states=not predicts)
     mask = batch.get("attention_mask")
     logits: Any = getattr(out, "logits", None)
-    largest = None if logits is None or logits.dim() != 3 else logits.argmax(-1)
-    real = None if largest is None else mask.bool() if mask is not None else torch.ones_like(largest, dtype=torch.bool)
+    likeliest = None if logits is None or logits.dim() != 3 else _kept_tokens(logits.argmax(-1), mask).flatten()
     if predicts:
-        return _Digest(next_token_losses(logits, batch["input_ids"], mask).flatten(), largest, real)
+        return next_token_losses(logits, batch["input_ids"], mask).flatten(), likeliest
     hidden = out.hidden_states[-1]
     fits = mask is not None and mask.shape == hidden.shape[:2]
-    return _Digest(pooled(hidden, mask if fits else None), largest, real)
+    return pooled(hidden, mask if fits else None), likeliest

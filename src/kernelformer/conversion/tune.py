@@ -126,16 +126,8 @@ class Progress:
         """State to resume from, as tensors and plain values; None before the first run."""
         if self.optimizer is None:
             return self.saved
-        return {
-            "optimizer": self.optimizer.state_dict(),
-            "curve": self.curve,
-            "tokens": self.tokens,
-            "ended": self.ended,
-            "over": self.over,
-            "rates": self.rates,
-            "best": self.best,
-            "seconds": self.seconds,
-        }
+        own = {x: getattr(self, x) for x in ("curve", "tokens", "ended", "over", "rates", "best", "seconds")}
+        return {"optimizer": self.optimizer.state_dict(), **own}
 
     def start(self, optimizer: torch.optim.Optimizer) -> None:
         """Begin a run with this optimizer, from the state that was saved if there is one."""
