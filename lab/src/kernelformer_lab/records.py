@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from kernelformer.commands import program
 from kernelformer.errors import flag, integer, number
 from kernelformer.files import check_regular, given_options, parse_json
-from kernelformer.settings import as_text, given_as, options, plain
+from kernelformer.settings import OPTION, Option, as_text, given_as, options
 
 RUN, METRICS, RESULT = "run.json", "metrics.jsonl", "result.json"
 PLAN = "plan.json"  # of a comparison: its runs, started or not
@@ -386,3 +387,24 @@ def readable_json(value: Any, indent: str = "") -> str:
         items = [readable_json(x, inner) for x in value]
     opened, closed = "{}" if isinstance(value, dict) else "[]"
     return f"{opened}\n" + ",\n".join(inner + item for item in items) + f"\n{indent}{closed}"
+
+
+def plain(settings: Any) -> dict[str, Any]:
+    """Settings as plain values for JSON; paths are reduced to their last part."""
+    values = {}
+    for each in fields(settings):
+        value, how = getattr(settings, each.name), each.metadata.get(OPTION, Option())
+        if how.path and isinstance(value, tuple):
+            value = tuple(Path(x).name for x in value)
+        elif isinstance(value, Path) or (how.path and value is not None):
+            value = Path(value).name
+        values[each.name] = list(value) if isinstance(value, tuple) else value
+    return values
+
+
+def target(path: Path) -> Path:
+    """Make the folder of a path and check early that it can be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(f"{path} cannot be written; give another --out.")
+    return path

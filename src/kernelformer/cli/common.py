@@ -156,14 +156,6 @@ def _write_out(text: str) -> None:
     sys.stdout.flush()
 
 
-def target(path: Path) -> Path:
-    """Make the folder of a path and check early that it can be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ValueError(f"{path} cannot be written; give another --out.")
-    return path
-
-
 def literal_text(prompt: str | None, text: str | None) -> str | None:
     """The prompt as it was written, or read from a file; None where neither was given."""
     if prompt is not None and text is not None:

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from kernelformer.environment import environment
 from kernelformer.files import read_json, write_json
-from kernelformer.settings import Settings, plain
-from kernelformer_lab.records import command_words
+from kernelformer.settings import Settings
+from kernelformer_lab.records import command_words, plain
 
 Log = Callable[[str], None]
 Progress = Callable[[], None]
