@@ -98,13 +98,10 @@ class Advice:
 
     Args:
         fixed: numbers of those that stay as they are whatever is asked, such as sliding windows.
-        tolerance: a figure that is near enough.
-        rows: texts that candidates were measured on.
         chosen: label of the cheapest untrained trial within the tolerance, or of the nearest one.
         distilled: label of the nearest trial with fitted maps.
         recall: heads of a decoder that find again what stands far back, as (attention, head, score), see
             `recall_scores`; the largest score first.
-        left_out: what there was no time for.
         source: what was given to the command, for the line to paste.
         command: its other options, for the line to paste.
     """

@@ -60,7 +60,6 @@ class Clock:
 
     Args:
         longest: seconds that one step of a kind has taken so far.
-        before: seconds until the shares began.
     """
 
     seconds: float

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from kernelformer.files import PART, check_archive, check_inside, naming_full_disk, replacing, sync
+from kernelformer.hf.save import KIND, model_type
 
 FILE = "progress.pt"
 SECONDS = 60.0  # between two of them
@@ -118,8 +119,6 @@ def check_target(source: str | Path, target: Path, force: bool) -> None:
             )
         if Checkpoint.folder_for(resolved) == original:
             raise ValueError(f"{source} has the name that an unfinished {target} would have; choose another name.")
-    from kernelformer.hf.save import KIND, model_type
-
     if not target.exists() and not target.is_symlink():
         return
     if not force:

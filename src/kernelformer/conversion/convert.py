@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kernelformer.commands import program
+from kernelformer.conversion import distill
 from kernelformer.conversion.checkpoint import Checkpoint, appearing, check_target
 from kernelformer.conversion.holdout import (
     Batches,
@@ -27,12 +28,14 @@ from kernelformer.conversion.holdout import (
     hold_out_windows,
 )
 from kernelformer.conversion.judge import Log, Steps, check_judging, judge
+from kernelformer.conversion.keep import check_recall_heads, keep_exact
 from kernelformer.conversion.losses import Reference
 from kernelformer.conversion.measure import measure
 from kernelformer.conversion.readers import hash_files
-from kernelformer.conversion.report import ConversionResult, licence_of, model_card
+from kernelformer.conversion.report import ConversionResult, licence_of, model_card, picture
 from kernelformer.conversion.settings import JUDGED, ConvertSettings
 from kernelformer.conversion.texts import check_length
+from kernelformer.conversion.tune import CENTRES, quick_dtype, start_student
 from kernelformer.environment import environment
 from kernelformer.errors import StoppedError
 from kernelformer.feature_maps.untied import LogLinearMap
@@ -86,7 +89,6 @@ def proposal(
     A relative bias that reaches beyond the window leaves no room for one.
 
     Args:
-        model: a pretrained one.
         distilled: whether it will learn from its original.
         length: tokens of the texts that it learns from; with less than two windows there is nothing far to learn.
         compare: gives the losses of a model with each of some attentions, less is nearer; None: nothing to measure on.
@@ -148,8 +150,6 @@ def _losses(
     setting: ConvertSettings, origin: Source, texts: Texts, attentions: Sequence[str], log: Log
 ) -> tuple[dict[str, float], bool]:
     """Rise of the next-token loss with each attention; and True if texts are others than those measured on."""
-    from kernelformer.conversion.tune import start_student
-
     length = check_length(origin, setting.length)
     evaluation = evaluation_inputs(origin, texts, length, setting.samples, 1, setting.seed)
     rows, used = choice_inputs(origin, texts, evaluation, length, ROWS + STARTS, 1, setting.seed)
@@ -260,12 +260,8 @@ def run(
     origin = load_source(source, task=setting.task, allow_pickle=setting.allow_pickle)
     check_judging(origin, texts, setting)
     if setting.recall_heads:
-        from kernelformer.conversion.keep import check_recall_heads
-
         check_recall_heads(setting, origin, texts)
     if setting.distill is not None:
-        from kernelformer.conversion import distill
-
         distill.check_repeats(setting, origin)
     remarks = list(origin.remarks)
     if not setting.attention:
@@ -298,8 +294,6 @@ def run(
     keeps = bool(setting.keep or setting.keep_heads or setting.recall_heads)
     _measure(job, "all converted" if keeps else "converted")
     if keeps:
-        from kernelformer.conversion.keep import keep_exact
-
         keep_exact(job)
         _calibrate(job, statistics)
         _measure(job, "converted")
@@ -343,8 +337,6 @@ def _calibrate(job: Job, rows: Batches) -> None:
         calibrate(job.student, rows, reset=True, exact=True)
     if job.evaluation.used is None:
         return  # random tokens have no keys worth starting at
-    from kernelformer.conversion.tune import CENTRES, quick_dtype, start_student
-
     model, result = job.origin.model, job.result
     chosen = start_student(job.student, model, rows, autocast=quick_dtype(model.device))
     result.remarks = [x for x in result.remarks if STARTED not in x]
@@ -373,8 +365,6 @@ def _identity(source: str | Path, setting: ConvertSettings, result: ConversionRe
 
 
 def _write(job: Job, target: Path) -> None:
-    from kernelformer.conversion.report import picture
-
     result, origin = job.result, job.origin
     with appearing(target) as part:
         job.student.save_pretrained(part)

@@ -66,7 +66,6 @@ def lora_targets(student: nn.Module, patterns: str = "") -> list[str]:
     """Name the linear layers that LoRA is put on.
 
     Args:
-        student: converted.
         patterns: of their names, such as ``*.v_proj,*.o_proj``; empty: projections of the values and outputs of every
             converted attention.
     """

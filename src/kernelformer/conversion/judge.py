@@ -40,7 +40,7 @@ from kernelformer.conversion.settings import JudgeSettings
 from kernelformer.conversion.texts import check_length, check_readable, longest, read_labelled, some_texts, tokens_of
 from kernelformer.files import finite, read_json, write_json, write_text
 from kernelformer.hf.convert import cores
-from kernelformer.hf.load import Source, load_source
+from kernelformer.hf.load import Source, load, load_source
 from kernelformer.hf.pretrained import task_of
 from kernelformer.modules import KernelCore, MixedCore
 from kernelformer.modules.calibration import evaluating
@@ -371,8 +371,6 @@ def judge_folder(folder: Path, original: str | Path, setting: JudgeSettings, *, 
     Raises:
         ValueError: the original is of another model; see also `check_judging`.
     """
-    from kernelformer.hf import load
-
     log(f"reading {folder}")
     student = load(folder)
     log(f"reading {original}")

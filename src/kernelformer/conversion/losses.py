@@ -384,7 +384,6 @@ class Figures:
         accuracy_error: standard error of the difference of ``accuracy`` from the original's, token by token.
         agreement: share of tokens whose likeliest one is the original's.
         cosine: mean cosine of mean outputs to the original's, of encoders.
-        output: relative error of the output.
     """
 
     perplexity: float | None = None

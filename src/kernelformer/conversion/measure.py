@@ -60,7 +60,6 @@ class AttentionProfile:
 
     Args:
         query: root mean square of the norms of sqrt(scale) q, which is what a kernel sees.
-        key: the same of keys.
         near: mean share of a query's weight on keys with |i - j| < w, by w.
         first: the same on the first s visible keys, by s.
         far: on keys that are neither within 64 tokens nor among the first 4.
@@ -380,7 +379,6 @@ class CallErrors:
         error: ``|core - exact|^2`` of the outputs.
         size: ``|exact|^2``.
         variance: expected squared errors of the weights of some queries, see `predicted_error`.
-        weight: squares of these weights.
         reason: why there is no formula for the variance; "" where there is one.
     """
 
@@ -404,15 +402,8 @@ class CallErrors:
             return errors
         length = query.shape[2]
         some = torch.linspace(0, length - 1, min(length, QUERIES)).long().unique().to(query.device)
-        weights = attention_weights(
-            query.double(),
-            key.double(),
-            scale=call.scale,
-            causal=causal,
-            key_mask=key_mask,
-            position_bias=call.options.get("position_bias"),
-            rows=some,
-        )
+        how: dict[str, Any] = {"position_bias": call.options.get("position_bias"), "rows": some, "scale": call.scale}
+        weights = attention_weights(query.double(), key.double(), causal=causal, key_mask=key_mask, **how)
         if real is not None:
             weights = weights * real[:, None, some, None]
         key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)

@@ -103,7 +103,6 @@ def answer_log_probs(model: Any, ids: Tensor, count: int) -> tuple[Tensor, bool]
 
     Args:
         ids: (L), text, question and answer.
-        count: tokens of the answer.
 
     Returns:
         ``log p`` of each token of the answer given all before it, (count); and whether each of them is the likeliest,

@@ -184,7 +184,6 @@ class Recall:
 
     Args:
         distances: tokens from each number to its answer.
-        log_probs: log-probability of each number, by digit.
     """
 
     length: int

@@ -46,7 +46,6 @@ class Repeats:
     the sharp and far attention that ordinary text has little of.
 
     Args:
-        share: of the rows that get some.
         gap: tokens between a passage and its copy, at least.
         numbers: token ids of numbers to put into passages, see `passkey.number_tokens`.
     """
@@ -147,7 +146,6 @@ class TextRows:
         """Yield inputs without end, in the order of a seed, another one in each round.
 
         Args:
-            start: token that a decoder begins with.
             skip: batches to leave out: a run that was stopped after so many resumes with the same ones.
         """
         positive_int("batch", batch)

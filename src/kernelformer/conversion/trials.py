@@ -153,7 +153,6 @@ class Trials:
     """A pretrained model, its attention on some texts, and a copy that is converted to one candidate after another.
 
     Args:
-        measured: inputs on which candidates are measured.
         others: inputs on which maps are fitted and calibrated.
         looked: how many of the measured batches have their attentions looked at one by one.
     """

@@ -76,11 +76,7 @@ class ReusePolicy:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """Recorded attention calls of one batch, as a step uses them.
-
-    Args:
-        turn: how often it has served before.
-    """
+    """Recorded attention calls of one batch, as a step uses them."""
 
     step: int
     calls: list[AttentionCall]

@@ -142,7 +142,6 @@ def export_folder(
         folder: of the model, or of the run.
         out: folder that does not exist yet; it is there when all is done and compared, or not at all.
         settings: default ones if None.
-        log: called with what is done.
 
     Raises:
         ValueError: no model, one that cannot be exported, which is said by name, or a graph that differs from torch.

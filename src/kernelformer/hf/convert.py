@@ -40,7 +40,6 @@ class Layer(Attention):
 
     Args:
         method: `EXACT` where it was kept, by choice or for a reason.
-        options: of the method.
         exact_heads: those that attend exactly in a layer that was replaced.
         calls: in one pass, when the conversion was verified; 0: not verified.
     """

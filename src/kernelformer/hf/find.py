@@ -366,7 +366,6 @@ def attention_calls(
     """Record the attentions of one pass, in the order of the calls; the model is left as it was.
 
     Args:
-        outputs: keep what attentions returned, too.
         only: names of attentions to record; None: all.
         autocast: the precision of the pass, such as ``torch.bfloat16``.
     """
