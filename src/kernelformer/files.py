@@ -257,11 +257,7 @@ def write_hashes(folder: Path, patterns: Iterable[str] = ("*",), coming: Mapping
 
 
 def read_hashes(folder: Path) -> dict[str, str]:
-    """Hashes of a folder by the names of its files; none where there is no ``hashes.json``.
-
-    Raises:
-        HashError: it cannot be read.
-    """
+    """Hashes of a folder by the names of its files; none where there is no ``hashes.json``."""
     path = folder / HASHES
     if not path.is_file():
         return {}

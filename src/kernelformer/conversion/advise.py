@@ -107,11 +107,7 @@ class Search:
     grid: list[Candidate] = field(default_factory=list)  # that is to be measured
 
     def start(self) -> None:
-        """Measure and run the candidate that is the most promising by the kind of model, see `propose`.
-
-        Raises:
-            ValueError: the budget is over, or the model can have none of the candidates.
-        """
+        """Measure and run the candidate that is the most promising by the kind of model, see `propose`."""
         advice = self.advice
         first = propose(self.trials.model, distilled=advice.causal)
         self.grid = coarse_grid(causal=advice.causal, length=advice.length, first=first)

@@ -66,9 +66,6 @@ def divide_texts(distill: Path | None, text: Path | None, samples: int, seed: in
 
     Args:
         text: file to measure on; None: ``samples`` texts of ``distill`` are left out for that, see `hold_out_windows`.
-
-    Raises:
-        ValueError: too few texts, or the same ones for both.
     """
     training = [] if distill is None else read_texts(distill)
     evaluation = [] if text is None else read_texts(text)

@@ -216,12 +216,7 @@ def _tokens(batch: dict[str, Tensor]) -> int:
 
 
 def check_judging(origin: Source, texts: Texts, setting: JudgeSettings) -> None:
-    """Check that what is asked for can be measured, before anything takes time.
-
-    Raises:
-        ValueError: a probe of a model that is no encoder or without labelled texts; hidden numbers or samples of a
-            model that does not write, of lengths that it has no positions for, or without texts.
-    """
+    """Check that what is asked for can be measured, before anything takes time."""
     for name in ("passkey_lengths", "sample_tokens"):
         value = getattr(setting, name)
         if value and origin.task != "causal":

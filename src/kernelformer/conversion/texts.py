@@ -359,9 +359,6 @@ def read_labelled(path: Path, count: int, seed: int) -> tuple[list[str], list[in
 
     Args:
         path: each line that is not blank has ``text`` and an integer ``label`` of at least 0.
-
-    Raises:
-        ValueError: another kind of file, or a line without a text and a label.
     """
     if path.suffix != ".jsonl":
         raise ValueError(f"a probe needs 'text' and 'label' in each line of a .jsonl, got {path}.")

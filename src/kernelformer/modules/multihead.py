@@ -19,11 +19,7 @@ from kernelformer.modules.spec import build_core, method_options, move_to_inputs
 
 
 def hidden_keys(mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
-    """Convert ``key_padding_mask`` (B, S), True or -inf = ignore, to bool with True = ignore.
-
-    Raises:
-        ValueError: another shape, or numbers that would be added to the logits.
-    """
+    """Convert ``key_padding_mask`` (B, S), True or -inf = ignore, to bool with True = ignore."""
     if mask is None:
         return None
     _check_tensor(mask, "key_padding_mask")
@@ -40,9 +36,6 @@ def is_causal_mask(mask: Tensor | None, queries: int, keys: int, heads: int, hin
             the hint is causal: no (L, S) mask has to be made.
         hint: torch's ``is_causal``, which says that the mask is causal. It is checked; without it a compiled graph
             breaks here, since what comes next depends on values.
-
-    Raises:
-        ValueError: it hides anything else, or does not do what the hint says.
     """
     if mask is None:
         return hint
@@ -439,11 +432,7 @@ def restore_attention(model: nn.Module) -> list[str]:
 
 
 def select(names: Sequence[str], layers: Sequence[int | str] | int | str | None) -> set[int]:
-    """Resolve numbers or patterns of names to the numbers of attentions; None means all.
-
-    Raises:
-        ValueError: one of them means none.
-    """
+    """Resolve numbers or patterns of names to the numbers of attentions; None means all."""
     if layers is None:
         return set(range(len(names)))
     if not isinstance(layers, Iterable | int):
