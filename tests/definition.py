@@ -1,6 +1,6 @@
 """The variants that the conformance suite runs through, their tolerances, and helpers.
 
-The definition that they are compared with is `kernelformer.modules.reference`.
+The definition that they are compared with is `reference`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kernelformer.attention import strips
 from kernelformer.attention.plain import pairs
 from kernelformer.feature_maps import FormulaMap
 from kernelformer.modules import KernelCore
-from kernelformer.modules.reference import reference_attention
+from reference import reference_attention
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 

@@ -133,7 +133,6 @@ class PositiveChunks:
         """Return the same map for one row of N; gradients of its tensors are added to those of the whole.
 
         Args:
-            row: of N.
             head: the query head of the row's group whose queries are meant, for maps that tell them apart.
         """
         tensors, grads = ([x[row : row + 1] for x in some] for some in (self.tensors, self.grads))

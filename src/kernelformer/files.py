@@ -196,10 +196,6 @@ def check_inside(folder: Path, paths: Iterable[Path]) -> None:
     """Raise for the first file or folder that a link leads out of a folder, unless that was allowed.
 
     The hub's cache keeps a model as links (``snapshots/*``) to files beside them (``blobs``): these belong to it.
-
-    Args:
-        folder: that was given; it may be a link itself.
-        paths: in it.
     """
     if limit("follow_links"):
         return
@@ -251,8 +247,6 @@ def write_hashes(folder: Path, patterns: Iterable[str] = ("*",), coming: Mapping
     """Write the hashes of a folder's files into ``hashes.json`` in it.
 
     Args:
-        folder: of files that are all written.
-        patterns: which files, as globs; hidden ones never.
         coming: contents of files that will be written after this one, by name.
     """
     files = {path.name: path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
@@ -263,11 +257,7 @@ def write_hashes(folder: Path, patterns: Iterable[str] = ("*",), coming: Mapping
 
 
 def read_hashes(folder: Path) -> dict[str, str]:
-    """Hashes of a folder by the names of its files; none where there is no ``hashes.json``.
-
-    Raises:
-        HashError: it cannot be read.
-    """
+    """Hashes of a folder by the names of its files; none where there is no ``hashes.json``."""
     path = folder / HASHES
     if not path.is_file():
         return {}

@@ -177,7 +177,6 @@ def continuation(
     """Continue a sequence by `generate` of any decoder of transformers.
 
     Args:
-        model: the decoder.
         ids: (1, L), the tokens so far.
         tokens: to write; the end-of-text token does not stop it.
         temperature: 0 takes the likeliest token each time.

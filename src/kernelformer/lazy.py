@@ -21,9 +21,7 @@ def require_extra(who: str, *modules: str, extra: str = "hf") -> None:
     """Raise, with the command that installs them, if optional dependencies are missing.
 
     Args:
-        who: what needs them, such as ``kernelformer.hf``.
         modules: needed beside those of `HF`.
-        extra: which brings them.
     """
     missing = [name for name in (*modules, *HF) if not _installed(name)]
     if missing:
@@ -45,7 +43,6 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
     """``__getattr__`` and ``__dir__`` of a package (PEP 562) whose names are imported when they are first used.
 
     Args:
-        package: its name.
         homes: the module that has it, by public name; a name that is its own home is a module.
     """
 
@@ -69,8 +66,6 @@ class Layer:
 
     Args:
         home: ``module:name`` of its class, built by ``(width, num_heads, length, **options)``.
-        about: one line for lists.
-        options: names that an attention string may give.
     """
 
     home: str

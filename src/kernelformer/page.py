@@ -5,9 +5,7 @@ from __future__ import annotations
 import html
 import io
 import json
-import math
 import re
-import shlex
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -95,13 +93,7 @@ def _key(index: int) -> str:
 
 
 class Drawing(NamedTuple):
-    """A figure of a page.
-
-    Args:
-        title: above it.
-        svg: the figure itself.
-        legend: keys and labels below it.
-    """
+    """A figure of a page."""
 
     title: str
     svg: Markup
@@ -120,11 +112,7 @@ def figure(
 
     Args:
         name: keeps its references apart from those of other figures.
-        title: above it.
         told: its figures in words, for screen readers.
-        draw: draws on the axis that it is given.
-        height: in inches.
-        legend: keys and labels below it.
     """
     return Drawing(title, svg(name, f"{title}: {told}", draw, (5.2, height)), legend)
 
@@ -153,11 +141,7 @@ def render(template: Path, title: str, about: str, kind: str = "", **values: Any
     """Make an HTML page from a template that extends ``page.html``; every value is escaped.
 
     Args:
-        template: of the page; it may use the macros of ``parts.html``.
-        title: of the page.
-        about: one paragraph.
         kind: of the page, a class of the style sheet.
-        values: that the template shows.
     """
     environment = _environment(template, autoescape=True, finalize=safe)
     environment.filters |= {"label": safe_label, "coded": coded}
@@ -220,8 +204,6 @@ def put_section(page: str, section: str, before: str = "") -> str:
     """Put a section into a page in place of the one with the same heading.
 
     Args:
-        page: Markdown with headings of the second level.
-        section: begins with such a heading.
         before: heading before which the section comes where there is none yet; default, or not there: at the end.
     """
     section = section.strip() + "\n"
@@ -236,81 +218,3 @@ def put_section(page: str, section: str, before: str = "") -> str:
     else:
         parts.append(("\n" if page and not page.endswith("\n\n") else "") + section)
     return "".join(parts)
-
-
-WIDTH = 110
-PROSE = ("title", "about", "source", "note")  # keys whose texts are sentences: a path in them ends at a space
-_HOME = re.compile(r"(?:[A-Za-z]:)?/(?:home|Users)/[^/]+(?=/|$)|/root(?=/|$)|~[^/]*")
-_START = r"(?:file://)?(?:~[\w.-]*[\\/]|[A-Za-z]:[\\/]|/(?!/))"
-_VALUE = re.compile(rf"(?:^|(?<=[=:,]))(?:{_START}[^,:]*|~$)")
-_NAME = r"[\w.+@%-]+"
-_WORD = re.compile(rf"(?<![\w.~/\\<]){_START}{_NAME}(?:[\\/]{_NAME})*/?")
-
-
-def short_path(path: str) -> str:
-    """Return the last two parts of a path, without the home folder; ``~`` for that folder itself."""
-    plain = path.removeprefix("file://").replace("\\", "/")
-    home = Path.home().as_posix()
-    if len(home) > 1 and (plain == home or plain.startswith(f"{home}/")):
-        rest = plain[len(home) :]
-    else:
-        match = _HOME.match(plain)
-        rest = plain[match.end() :] if match else plain
-    names = [x for x in rest.split("/") if x not in ("", ".", "..") and not re.fullmatch("[A-Za-z]:", x)]
-    return "/".join(names[-2:]) or "~"
-
-
-def short_paths(text: str, prose: bool = False) -> str:
-    """Shorten the absolute paths in a text; outside of prose a path may have spaces and ends with the value."""
-
-    def word(match: re.Match[str]) -> str:
-        one = match[0][0] == "/" and match[0].count("/") == 1  # such as "and /or": a word rather than a path
-        return match[0] if one else short_path(match[0])
-
-    text = text if prose else _VALUE.sub(lambda match: short_path(match[0]), text)
-    return _WORD.sub(word, text)
-
-
-def short_command(command: str) -> str:
-    """Shorten the paths in a command line, word by word."""
-    try:
-        words = shlex.split(command)
-    except ValueError:  # an open quote
-        return short_paths(command, prose=True)
-    return shlex.join(short_paths(word) for word in words)
-
-
-def portable(value: Any, key: str = "") -> Any:
-    """Copy a record without what is of this machine; ``key`` is its name in what holds it."""
-    if isinstance(value, dict):
-        return {str(name): portable(x, str(name)) for name, x in value.items()}
-    if isinstance(value, list | tuple):
-        return [portable(x) for x in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, str):
-        return short_command(value) if key == "command" else short_paths(value, prose=key in PROSE)
-    return value
-
-
-def rounded(value: Any) -> Any:
-    """Copy a record with seven digits of every number that is not an integer: more than a measurement has."""
-    if isinstance(value, dict):
-        return {name: rounded(x) for name, x in value.items()}
-    if isinstance(value, list):
-        return [rounded(x) for x in value]
-    return float(f"{value:.7g}") if isinstance(value, float) else value
-
-
-def as_text(value: Any, indent: str = "") -> str:
-    """Write JSON for readers: a value that fits on a line has one line, others a line for each item."""
-    flat = json.dumps(value, allow_nan=False)
-    if not isinstance(value, dict | list) or not value or len(indent) + len(flat) <= WIDTH:
-        return flat
-    inner = f"{indent}  "
-    if isinstance(value, dict):
-        items = [f"{json.dumps(name)}: {as_text(x, inner)}" for name, x in value.items()]
-    else:
-        items = [as_text(x, inner) for x in value]
-    opened, closed = "{}" if isinstance(value, dict) else "[]"
-    return f"{opened}\n" + ",\n".join(inner + item for item in items) + f"\n{indent}{closed}"

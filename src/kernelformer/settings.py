@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field, fields
-from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from kernelformer.errors import integer, number
@@ -54,13 +53,7 @@ class Option:
 
 
 def option(default: Any = MISSING, help: str = "", **more: Any) -> Any:
-    """A field of a settings dataclass that is an option of the command line too.
-
-    Args:
-        default: of the setting; without one it must be given.
-        help: a few words on it.
-        more: see `Option`.
-    """
+    """A field of a settings dataclass that is an option of the command line too."""
     return field(default=default, metadata={OPTION: Option(help, **more)})
 
 
@@ -163,16 +156,3 @@ def parse_layers(text: str) -> list[int | str]:
         else:
             raise ValueError(f"layers are numbers, such as 0-3,5, or patterns of names, got {text!r}.")
     return layers
-
-
-def plain(settings: Any) -> dict[str, Any]:
-    """Settings as plain values for JSON; paths are reduced to their last part."""
-    values = {}
-    for each in fields(settings):
-        value, how = getattr(settings, each.name), each.metadata.get(OPTION, Option())
-        if how.path and isinstance(value, tuple):
-            value = tuple(Path(x).name for x in value)
-        elif isinstance(value, Path) or (how.path and value is not None):
-            value = Path(value).name
-        values[each.name] = list(value) if isinstance(value, tuple) else value
-    return values

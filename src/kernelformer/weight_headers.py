@@ -70,11 +70,7 @@ def _shards(index: Path) -> list[str]:
 
 
 def saved_shapes(files: Iterable[Path]) -> Shapes:
-    """Read the shapes of all tensors of safetensors files by name, without their values.
-
-    Raises:
-        ValueError: more tensors than the limit.
-    """
+    """Read the shapes of all tensors of safetensors files by name, without their values."""
     shapes: Shapes = {}
     for path in files:
         with safe_open(check_regular(path) if path.exists() else path, framework="pt") as file:

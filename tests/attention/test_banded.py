@@ -10,7 +10,7 @@ import torch
 
 import kernelformer as kf
 from kernelformer.attention import blocks
-from kernelformer.modules.reference import reference_attention
+from reference import reference_attention
 
 H, D, E = 2, 5, 3
 

@@ -17,10 +17,10 @@ from kernelformer.attention.plain import biased, layout, positive
 from kernelformer.attention.plain import positive as scan
 from kernelformer.modules import bias as bias_checks
 from kernelformer.modules import window as near_stream
-from kernelformer.modules.reference import reference_attention
 from kernelformer.modules.spec import parse_attention
 from kernelformer_lab.bench.attention import Case
 from kernelformer_lab.bench.benchmark import job
+from reference import reference_attention
 
 NO_MAP = [name for name in VARIANTS if VARIANTS[name][0] in ("softmax", "gaussian", "linformer", "nystromformer")]
 COVERED = [name for name in VARIANTS if name not in (*NO_MAP, *FORGETS)]

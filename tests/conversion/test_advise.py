@@ -43,7 +43,6 @@ from kernelformer.conversion.trials import (  # noqa: E402  # noqa: E402
     neighbours,
 )
 from kernelformer.hf.find import attention_calls  # noqa: E402
-from kernelformer.page import as_text  # noqa: E402
 from page_checks import check_page  # noqa: E402
 from tiny_models import VOCAB, tiny, write_sentences  # noqa: E402
 
@@ -89,7 +88,7 @@ def test_an_advice_has_a_verdict_tables_a_page_and_a_line_that_convert_takes(adv
     assert len(tables(advice)) == 2
     check_page(page(advice), hostile="<script")
     check_page(page(replace(advice, model="<script>alert(1)</script>")), hostile="<script")
-    read = json.loads(as_text(record(advice)))
+    read = json.loads(json.dumps(record(advice)))
     assert read["verdict"] == verdict(advice)
     assert len(read["profiles"]) == len(advice.attentions) == 2
 

@@ -29,8 +29,8 @@ from kernelformer.conversion.passkey import (  # noqa: E402
     QUESTION,
     answer_log_probs,
     compare_probes,
+    number_tokens,
     passkeys,
-    tells_numbers,
 )
 from kernelformer.conversion.report import (  # noqa: E402
     NOT_JUDGED,
@@ -41,6 +41,7 @@ from kernelformer.conversion.settings import ConvertSettings as Setting  # noqa:
 from kernelformer.conversion.settings import JudgeSettings  # noqa: E402
 from kernelformer.errors import StoppedError  # noqa: E402
 from kernelformer.hf import convert, load  # noqa: E402
+from kernelformer.hf.load import Source  # noqa: E402
 from kernelformer.page import put_section  # noqa: E402
 from tiny_models import SPECIAL, save_tiny, tiny, tokens, word_tokenizer  # noqa: E402
 
@@ -90,8 +91,11 @@ def test_a_number_stands_in_the_text_at_its_depth_and_at_its_end(tokenizer, leng
 
 def test_a_tokenizer_without_digits_is_not_asked_for_numbers(tokenizer):
     letters = word_tokenizer([*SPECIAL[:4], "a"])
-    assert tells_numbers(tokenizer)
-    assert not tells_numbers(letters)
+    model = tiny("LlamaForCausalLM")
+    assert not number_tokens(Source(model, letters, ""))
+    assert len(set(map(tuple, number_tokens(Source(model, tokenizer, ""))))) > 1
+    model.config.vocab_size = 20  # some digits have larger tokens
+    assert not number_tokens(Source(model, tokenizer, ""))
     with pytest.raises(ValueError, match=r"cannot tell the numbers .* apart; give passkeys=0"):
         passkeys(["a"], letters, 40, 1)
 

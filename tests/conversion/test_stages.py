@@ -21,7 +21,6 @@ from kernelformer.conversion.tune import (
     Progress,
     ReusePolicy,
     Stage,
-    TeacherActivations,
     best_rate,
     key_centres,
     learned,
@@ -30,7 +29,7 @@ from kernelformer.conversion.tune import (
     tune,
 )
 from kernelformer.hf import convert, cores
-from kernelformer.hf.find import AttentionCall
+from kernelformer.hf.find import AttentionCall, attention_calls
 from tiny_models import tiny
 
 NEAR = {"window": 4, "sinks": 1}
@@ -100,8 +99,7 @@ def test_maps_start_at_the_keys_where_that_is_nearer(make, options):
     teacher = make()
     student = convert(copy.deepcopy(teacher), "loglinear", num_features=24, **options)
     rows = endless(padded=make is encoder)
-    watched = TeacherActivations(teacher, learned(student))
-    seen = [watched(next(rows)) for _ in range(3)]
+    seen = [attention_calls(teacher, next(rows), outputs=False, only=learned(student)) for _ in range(3)]
 
     def loss():
         with torch.no_grad():
@@ -132,9 +130,8 @@ def test_a_map_that_is_nearer_stays_as_it_was():
     student = convert(copy.deepcopy(teacher), "loglinear", num_features=4)
     rows = endless()
     transfer(student, teacher, rows, steps=150, lr=3e-2)
-    watched = TeacherActivations(teacher, learned(student))
     before = copy.deepcopy(student.state_dict())
-    chosen = start_maps(cores(student), [watched(next(rows))])
+    chosen = start_maps(cores(student), [attention_calls(teacher, next(rows), outputs=False, only=learned(student))])
     assert set(chosen.values()) == {SAME}
     assert all(torch.equal(x, before[name]) for name, x in student.state_dict().items())
 

@@ -13,7 +13,7 @@ from definition import PAGE, SignedFormula, attend, build, close, inputs, paddin
 from kernelformer.contract import lookup
 from kernelformer.feature_maps import FormulaMap
 from kernelformer.modules import METHODS, KernelCore
-from kernelformer.modules.reference import reference_attention
+from reference import reference_attention
 
 formulas = pytest.mark.parametrize("variant", ["documented", "signed formula"])
 

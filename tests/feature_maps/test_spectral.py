@@ -19,7 +19,7 @@ from definition import close, inputs
 from kernelformer import kernels
 from kernelformer.feature_maps import FastFoodMap, GenerativeMap, MixtureMap
 from kernelformer.feature_maps.fastfood import fastfood, fwht
-from kernelformer.modules.reference import hadamard_matrix as hadamard
+from reference import hadamard_matrix as hadamard
 from sampling import HEADS, SIGMAS, estimates, pair, within
 
 LEARNED = ["gmm-rks", "gmm-prf", "fastfood-rks", "fastfood-prf", "generative-rks", "generative-prf", "loglinear"]

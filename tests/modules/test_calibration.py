@@ -11,7 +11,7 @@ from torch import nn
 import kernelformer as kf
 from kernelformer.feature_maps import LogLinearMap
 from kernelformer.modules import MixedCore
-from kernelformer.modules.reference import reference_attention
+from reference import reference_attention
 
 H, D = 4, 8
 NAN, INF = float("nan"), float("inf")

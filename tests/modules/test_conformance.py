@@ -25,7 +25,7 @@ from definition import (
     padding,
     signed,
 )
-from kernelformer.modules.reference import reference_attention
+from reference import reference_attention
 
 # Windows of maps whose kind has another one with a window, and which pass without, and the special cases of another
 # map: with `make test-all`.

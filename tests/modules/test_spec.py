@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import kernelformer as kf
 from kernelformer.modules import METHODS, AttentionSpec, parse_attention, parse_method
-from kernelformer.modules.spec import join_blocks, join_sides, parse_blocks, parse_sides, without_positions
+from kernelformer.modules.spec import without_positions
 
 words = st.text(st.characters(codec="utf-8", exclude_characters=":,>"), max_size=8)
 names = st.from_regex(r"[a-z][a-z_]{0,8}", fullmatch=True)
@@ -26,38 +26,6 @@ def test_values_are_read_as_they_were_written(method, options):
     spec = AttentionSpec.parse(str(AttentionSpec.make(method, **options)))
     assert (spec.method, spec.values) == (method, options)
     assert [type(x) for x in spec.values.values()] == [type(x) for x in options.values()]
-
-
-plain = st.builds(AttentionSpec.make, st.sampled_from(sorted(METHODS)), num_features=st.integers(1, 99))
-grids = st.builds(AttentionSpec.make, st.just("nprf"), grid=st.tuples(st.integers(1, 9), st.integers(1, 9)))
-
-
-@given(st.lists(plain | grids, min_size=1, max_size=6), st.lists(plain | grids, max_size=6))
-def test_blocks_and_sides_are_read_as_they_were_written(encoder, decoder):
-    text = join_sides(join_blocks([*map(str, encoder)]), join_blocks([*map(str, decoder)]) if decoder else None)
-    first, second = parse_sides(text)
-    for side, wanted in ((first, encoder), (second, decoder)):
-        blocks = [] if side is None else parse_blocks(side)
-        assert [str(x).split(" x ")[1] for x in blocks for _ in range(x.count)] == [*map(str, wanted)]
-        assert ", ".join(map(str, blocks)) == (side or "")
-
-
-def test_one_attention_for_all_blocks_has_no_count():
-    assert join_blocks("elu") == "elu"
-    assert parse_blocks("elu:scale=2") == [AttentionSpec("elu", ("scale=2",))]
-    assert parse_blocks("2 x elu, 1 x nprf:grid=(8, 8)") == [
-        AttentionSpec("elu", (), 2),
-        AttentionSpec("nprf", ("grid=(8, 8)",), 1),
-    ]
-    assert str(AttentionSpec("elu", ("scale=2",), 3).plain) == "3 x elu"
-
-
-def test_a_side_may_not_be_missing():
-    assert parse_sides("elu") == ("elu", None)
-    assert parse_sides("elu>softmax") == parse_sides(" elu > softmax ") == ("elu", "softmax")
-    for text in ("elu >", "> elu", "a > b > c"):
-        with pytest.raises(ValueError, match="stands between the encoder's attention and the decoder's"):
-            parse_sides(text)
 
 
 @pytest.mark.parametrize("value", ["a:b", {"a": 1}, float("nan"), float("inf"), object()])

@@ -22,11 +22,12 @@ from transformers.utils.generic import ModelOutput
 
 from kernelformer.errors import choice
 from kernelformer.models import MODELS, KernelformerConfig
-from kernelformer.settings import Settings, option, plain
+from kernelformer.settings import Settings, option
 from kernelformer_lab.analysis.statistics import mean_and_error
 from kernelformer_lab.cli.studies import main
 from kernelformer_lab.data.batching import Sample, spread_evenly
 from kernelformer_lab.figures import drawing, table
+from kernelformer_lab.records import plain
 from kernelformer_lab.studies.base import SCRIPT, Log, Progress, Record, Row, Study, unique, where
 from kernelformer_lab.tasks import Task, make_task
 

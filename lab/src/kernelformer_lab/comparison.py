@@ -42,9 +42,6 @@ class Plan:
     """Several runs, the folder that they go to, and what a reader should know of them.
 
     Args:
-        title: of the report.
-        runs: all of one task.
-        folder: of everything.
         about: more for the record, by name: "recipe", "source", "note".
     """
 
@@ -84,11 +81,7 @@ def make_plan(
     """Every attention with every seed, seed by seed, so that a stopped comparison has all attentions of a seed.
 
     Args:
-        title: of the report.
-        run: the settings that all share.
         attentions: specs; ``A > B`` gives an encoder-decoder A in its encoder and B in its decoder.
-        seeds: how many.
-        folder: of everything.
     """
     positive_int("seeds", seeds)
     if len(set(attentions)) != len(attentions):
@@ -102,7 +95,6 @@ def check(plan: Plan, resume: bool, again: str = AGAIN) -> None:
     """Find what cannot work before anything is trained: data, models without their numbers, folders.
 
     Args:
-        plan: what to train.
         resume: resume what is in the folder.
         again: how a user does that, for the error if it was not asked for.
     """
@@ -135,7 +127,6 @@ def fit_steps(run: Run, attentions: Sequence[str], seconds: float, least: int = 
         run: the settings that all attentions share.
         attentions: what is compared, one after the other.
         seconds: that the runs may take together, evaluations included.
-        least: the fewest steps.
 
     Returns:
         ``run``, or a copy with fewer steps and fewer, smaller evaluations.

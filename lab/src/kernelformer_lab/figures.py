@@ -22,12 +22,8 @@ def table(
     """A table for the terminal.
 
     Args:
-        title: of the table.
-        columns: their heads.
         rows: a text for each column; missing ones at the end stay empty.
         left: number of columns with texts; all others are aligned to the right, as numbers.
-        caption: below the table.
-        style: further options of the table.
     """
     out = Table(title=title, caption=caption, title_justify="left", caption_justify="left", **style)
     for index, name in enumerate(columns):
@@ -44,10 +40,6 @@ def drawing(
     """A figure of matplotlib and its axes (lines, columns), written to a file at the end of the block.
 
     Args:
-        path: of the picture.
-        size: in inches.
-        lines, columns: of axes.
-        dpi: points per inch.
         options: of ``Figure.subplots``.
     """
     import matplotlib as mpl

@@ -37,8 +37,6 @@ class Worker:
 
     Args:
         work: a function at the top of a module, which takes and returns plain JSON values.
-        arguments: of the function, by name.
-        threads: of torch in that process.
         env: environment variables beside those of this process.
         listen: whether its lines and its result will be read, by `follow`.
     """

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kernelformer.files import PART, write_json
-from kernelformer.settings import SEED, SKIP_BAD, Settings, option, plain
+from kernelformer.settings import SEED, SKIP_BAD, Settings, option
 from kernelformer_lab.data.shards import (
     INDEX,
     Shard,
@@ -26,6 +26,7 @@ from kernelformer_lab.data.shards import (
 from kernelformer_lab.data.sources import SPLITS
 from kernelformer_lab.data.text_files import RULE, TextStream
 from kernelformer_lab.data.tokenization import TOKENIZER, ShardTokenizer, rounds, shard_tokenizer
+from kernelformer_lab.records import plain
 from kernelformer_lab.training.checkpoints import locked
 
 UNFINISHED = "prepare.json"  # there from the first file to the last

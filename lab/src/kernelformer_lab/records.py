@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from kernelformer.commands import program
 from kernelformer.errors import flag, integer, number
 from kernelformer.files import check_regular, given_options, parse_json
-from kernelformer.settings import as_text, given_as, options, plain
+from kernelformer.settings import OPTION, Option, as_text, given_as, options
 
 RUN, METRICS, RESULT = "run.json", "metrics.jsonl", "result.json"
 PLAN = "plan.json"  # of a comparison: its runs, started or not
@@ -286,8 +289,6 @@ def resume_command(folder: Path | str, command: str = "train", more: str = "") -
 
     Args:
         folder: of the run or the comparison.
-        command: that takes it.
-        more: further options.
     """
     words = [program(), *given_options(), command, shlex.quote(str(folder)), "--resume", more]
     return f"`{' '.join(filter(None, words))}`"
@@ -308,3 +309,102 @@ def command_words(settings: Any) -> list[str]:
         given = [str(x) for x in shown] if isinstance(value, tuple) else [text]
         words += given if how.argument else flag
     return words
+
+
+WIDTH = 110  # of a line of a record
+PROSE = ("title", "about", "source", "note")  # keys whose texts are sentences: a path in them ends at a space
+_HOME = re.compile(r"(?:[A-Za-z]:)?/(?:home|Users)/[^/]+(?=/|$)|/root(?=/|$)|~[^/]*")
+_START = r"(?:file://)?(?:~[\w.-]*[\\/]|[A-Za-z]:[\\/]|/(?!/))"
+_VALUE = re.compile(rf"(?:^|(?<=[=:,]))(?:{_START}[^,:]*|~$)")
+_NAME = r"[\w.+@%-]+"
+_WORD = re.compile(rf"(?<![\w.~/\\<]){_START}{_NAME}(?:[\\/]{_NAME})*/?")
+
+
+def short_path(path: str) -> str:
+    """Return the last two parts of a path, without the home folder; ``~`` for that folder itself."""
+    plain = path.removeprefix("file://").replace("\\", "/")
+    home = Path.home().as_posix()
+    if len(home) > 1 and (plain == home or plain.startswith(f"{home}/")):
+        rest = plain[len(home) :]
+    else:
+        match = _HOME.match(plain)
+        rest = plain[match.end() :] if match else plain
+    names = [x for x in rest.split("/") if x not in ("", ".", "..") and not re.fullmatch("[A-Za-z]:", x)]
+    return "/".join(names[-2:]) or "~"
+
+
+def short_paths(text: str, prose: bool = False) -> str:
+    """Shorten the absolute paths in a text; outside of prose a path may have spaces and ends with the value."""
+
+    def word(match: re.Match[str]) -> str:
+        one = match[0][0] == "/" and match[0].count("/") == 1  # such as "and /or": a word rather than a path
+        return match[0] if one else short_path(match[0])
+
+    text = text if prose else _VALUE.sub(lambda match: short_path(match[0]), text)
+    return _WORD.sub(word, text)
+
+
+def short_command(command: str) -> str:
+    """Shorten the paths in a command line, word by word."""
+    try:
+        words = shlex.split(command)
+    except ValueError:  # an open quote
+        return short_paths(command, prose=True)
+    return shlex.join(short_paths(word) for word in words)
+
+
+def portable(value: Any, key: str = "") -> Any:
+    """Copy a record without what is of this machine; ``key`` is its name in what holds it."""
+    if isinstance(value, dict):
+        return {str(name): portable(x, str(name)) for name, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [portable(x) for x in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, str):
+        return short_command(value) if key == "command" else short_paths(value, prose=key in PROSE)
+    return value
+
+
+def rounded(value: Any) -> Any:
+    """Copy a record with seven digits of every number that is not an integer: more than a measurement has."""
+    if isinstance(value, dict):
+        return {name: rounded(x) for name, x in value.items()}
+    if isinstance(value, list):
+        return [rounded(x) for x in value]
+    return float(f"{value:.7g}") if isinstance(value, float) else value
+
+
+def readable_json(value: Any, indent: str = "") -> str:
+    """Write JSON for readers: a value that fits on a line has one line, others a line for each item."""
+    flat = json.dumps(value, allow_nan=False)
+    if not isinstance(value, dict | list) or not value or len(indent) + len(flat) <= WIDTH:
+        return flat
+    inner = f"{indent}  "
+    if isinstance(value, dict):
+        items = [f"{json.dumps(name)}: {readable_json(x, inner)}" for name, x in value.items()]
+    else:
+        items = [readable_json(x, inner) for x in value]
+    opened, closed = "{}" if isinstance(value, dict) else "[]"
+    return f"{opened}\n" + ",\n".join(inner + item for item in items) + f"\n{indent}{closed}"
+
+
+def plain(settings: Any) -> dict[str, Any]:
+    """Settings as plain values for JSON; paths are reduced to their last part."""
+    values = {}
+    for each in fields(settings):
+        value, how = getattr(settings, each.name), each.metadata.get(OPTION, Option())
+        if how.path and isinstance(value, tuple):
+            value = tuple(Path(x).name for x in value)
+        elif isinstance(value, Path) or (how.path and value is not None):
+            value = Path(value).name
+        values[each.name] = list(value) if isinstance(value, tuple) else value
+    return values
+
+
+def target(path: Path) -> Path:
+    """Make the folder of a path and check early that it can be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(f"{path} cannot be written; give another --out.")
+    return path

@@ -35,7 +35,6 @@ class Translated:
     Args:
         texts: in the order of what they translate; of a blank text a blank one.
         cut: numbers of the texts, from 0, that were longer than the model takes.
-        seconds: that it took.
     """
 
     texts: list[str]
@@ -49,7 +48,6 @@ def load_translator(
     """The model of a finished run with its vocabulary; data and cache need not be there any more.
 
     Args:
-        folder: of the run.
         beams: of the search; default: the run's.
         length_penalty: of the search; default: the run's.
     """

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from kernelformer.modules.spec import parse_attention, parse_sides
+from kernelformer.modules.spec import parse_attention
 from kernelformer_lab.recipes.catalogue import RECIPES, find_recipe
 from kernelformer_lab.recipes.overrides import describe_changes
 from kernelformer_lab.recipes.papers import PAPERS
 from kernelformer_lab.recipes.papers.base import Recipe
-from kernelformer_lab.training.config import Run
+from kernelformer_lab.training.config import Run, parse_sides
 
 
 def options(recipe: Recipe, size: str, name: str, *methods: str) -> set[Any]:

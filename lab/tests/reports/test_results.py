@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 import kernelformer as kf
 from kernelformer import files
-from kernelformer.page import as_text, short_command, short_paths
 from kernelformer_lab.cli.results import results
+from kernelformer_lab.records import readable_json, short_command, short_paths
 from kernelformer_lab.reports import results as labels
 from kernelformer_lab.reports.comparison import NONE
 from kernelformer_lab.reports.results import make_record, read_results, results_page, write_results
@@ -514,12 +514,12 @@ def test_the_date_and_the_name_come_from_the_comparison_and_its_folder(tmp_path)
 
 def test_records_are_json_to_read():
     value = {"a": [1, 2.5, None, "ä"], "b": {"c": [[1, 2]] * 30, "empty": {}}, "d": []}
-    text = as_text(value)
+    text = readable_json(value)
     assert json.loads(text) == value
     assert '"a": [1, 2.5, null, "\\u00e4"],\n' in text
     assert max(map(len, text.splitlines())) < 120
     with pytest.raises(ValueError, match="not JSON compliant"):
-        as_text([math.nan])
+        readable_json([math.nan])
 
 
 def test_labels_tell_methods_sides_and_sizes():

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 pytest.importorskip("transformers")
-from kernelformer.page import portable
 from kernelformer_lab.evidence.rules import moved_values
+from kernelformer_lab.records import portable
 from kernelformer_lab.studies import transfer
 from kernelformer_lab.studies.runs import byte_run
 from kernelformer_lab.studies.transfer import TransferSettings

@@ -1,6 +1,6 @@
 """Attention by its definition: whole features, the (L, S) matrix, any dtype. What every fast path must equal.
 
-Nothing here calls a fast path. Maps and cores by hand are in `modules.reference`.
+Nothing here calls a fast path. Maps and cores by hand are in `tests/reference.py`.
 For tests, for looking at small examples and for reading; cost O(L S M).
 """
 

@@ -26,12 +26,11 @@ def advise(
     with plain_errors():
         from kernelformer.conversion import advice_report as report
         from kernelformer.conversion import advise as advising
-        from kernelformer.page import rounded
 
         with following(seconds=60 * settings.budget) as job:
             advice = advising.run(source, settings, out, log=job.log)
         if as_json:
-            show_json(rounded(report.record(advice)))
+            show_json(report.record(advice))
         for table in report.tables(advice):
             console.print(table)
         for remark in (*advice.remarks, *(f"left out for time: {x}" for x in advice.left_out)):

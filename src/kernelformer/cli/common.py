@@ -37,9 +37,6 @@ class VisibleConsole(Console):
     A text may hold what a terminal would obey: escape sequences, carriage returns, marks that turn the direction of
     writing. Whatever is printed here, tables, titles and bars too, shows them as ``<U+001B>``. Nothing in it counts as
     rich's markup (``[red]``) or as the name of an emoji (``:bomb:``).
-
-    Args:
-        settings: further ones of rich's console.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -122,11 +119,7 @@ def warn(text: str) -> None:
 
 @contextmanager
 def plain_errors(then: Callable[[], str] = starts_anew) -> Iterator[None]:
-    """Context in which errors that users can correct end a command without a traceback, and Ctrl-C with code 130.
-
-    Args:
-        then: says what to do after Ctrl-C.
-    """
+    """Context in which errors that users can correct end a command without a traceback, and Ctrl-C with code 130."""
     try:
         yield
     except StoppedError as stopped:
@@ -163,21 +156,8 @@ def _write_out(text: str) -> None:
     sys.stdout.flush()
 
 
-def target(path: Path) -> Path:
-    """Make the folder of a path and check early that it can be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ValueError(f"{path} cannot be written; give another --out.")
-    return path
-
-
 def literal_text(prompt: str | None, text: str | None) -> str | None:
-    """The prompt as it was written, or read from a file; None where neither was given.
-
-    Args:
-        prompt: value of --prompt.
-        text: value of --text, a file in UTF-8, whose last line break is not part of the prompt.
-    """
+    """The prompt as it was written, or read from a file; None where neither was given."""
     if prompt is not None and text is not None:
         raise ValueError(f"--prompt {prompt!r:.40} and --text {text!r:.40} both say what to read; give one of them.")
     if text is None:
@@ -221,7 +201,6 @@ class Following:
     """Progress of one job.
 
     Args:
-        total: parts of the job; None: unknown.
         inner: whether sentences tell how far the present part is, which then counts too.
         seconds: that the job takes, where time decides; counted from the first sentence.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import typer
-from rich.table import Table
 
 from kernelformer.cli.common import Json, console, plain_errors, show_json
 
@@ -13,17 +12,12 @@ def doctor(as_json: Json = False) -> None:
 
     Ends with code 1 if that check fails; an extra that is not installed is no failure.
     """
-    from kernelformer.diagnosis import as_lines, diagnose
+    from kernelformer.diagnosis import as_lines, diagnose, missing_lines
 
     with plain_errors():
         found = diagnose()
-        for line in as_lines(found):
+        for line in (*as_lines(found), *missing_lines(found)):
             console.print(line, soft_wrap=True)
-        table = Table("extra", "gives", "installed", "missing", "install by")
-        for x in found["extras"]:
-            installed = ", ".join(f"{name} {version}" for name, version in x["installed"].items())
-            table.add_row(x["extra"], x["gives"], installed, ", ".join(x["missing"]), x["install"] or "")
-        console.print(table)
         if as_json:
             show_json(found)
     if not found["self_check"]["passed"]:

@@ -57,9 +57,6 @@ class Entry:
 
     Args:
         target: ``package.module:function``, or ``package.module:app`` for a group of commands.
-        panel: of the program's help.
-        help: the first sentence of the function's docstring.
-        examples: for the end of the command's help.
     """
 
     target: str
@@ -88,12 +85,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class CommandSet:
-    """Commands of a distribution.
-
-    Args:
-        commands: by name.
-        panels: of the commands' help, by the names of options.
-    """
+    """Commands of a distribution."""
 
     commands: Mapping[str, Entry]
     panels: Mapping[str, str] = field(default_factory=dict)

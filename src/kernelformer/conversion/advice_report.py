@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from rich.table import Table
 from kernelformer.conversion.losses import RATIO, Figure, value_of_loss
 from kernelformer.conversion.measure import AttentionProfile
 from kernelformer.conversion.trials import Candidate, Errors, Expected, Timing, crossover
+from kernelformer.files import finite
 from kernelformer.formatting import human_ratio, visible
-from kernelformer.page import COLOURS, Drawing, figure, legend_key, portable, render, style, text_table
+from kernelformer.page import COLOURS, Drawing, figure, legend_key, render, style, text_table
 
 
 @dataclass
@@ -23,12 +25,8 @@ class Trial:
     """Measurements and estimates of one candidate.
 
     Args:
-        candidate: what was tried.
-        errors: of its attention.
-        timing: at the length of use; None: not timed.
         figure: of the model with it, really run; None: not run.
         expected: where it was not run, by the others that were; None: not known.
-        steps: of a quick fit, where the candidate is fitted.
     """
 
     candidate: Candidate
@@ -66,14 +64,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Kept:
-    """Attentions or heads that stay exact, and the figure of the model with them.
-
-    Args:
-        layers: numbers of attentions.
-        heads: numbers of heads by the number of their attention.
-        figure: of the model.
-        label: of the trial that it goes with.
-    """
+    """Attentions or heads that stay exact, and the figure of the model with them."""
 
     layers: tuple[int, ...]
     heads: dict[int, tuple[int, ...]]
@@ -86,12 +77,7 @@ class Check:
     """A figure that was expected, and the one that a conversion on other texts then had.
 
     Args:
-        label: of the trial.
-        attention: as ``convert`` takes it.
-        features: its number.
-        expected: value of the figure.
         way: ``measured`` on the texts of the advice, or ``predicted`` by the other ones.
-        got: figure on other texts.
     """
 
     label: str
@@ -111,31 +97,11 @@ class Advice:
     """Result of `advise` for a model.
 
     Args:
-        model: class of the model.
-        attentions: names of its attentions, in the order of the modules.
         fixed: numbers of those that stay as they are whatever is asked, such as sliding windows.
-        causal: whether they are.
-        kind: of the figures, see `Figure`.
-        tolerance: a figure that is near enough.
-        length: tokens of the longest text.
-        use_length: tokens at which times are compared.
-        rows: texts that candidates were measured on.
-        calls: name and number of each call of an attention in a pass.
-        profiles: of each call.
-        trials: in the order in which they were tried.
-        refused: candidates that cannot be, and why.
         chosen: label of the cheapest untrained trial within the tolerance, or of the nearest one.
         distilled: label of the nearest trial with fitted maps.
-        curve: times of the chosen one by length.
-        kept: what was tried to keep exact.
-        exact: which of it is advised; None: nothing.
         recall: heads of a decoder that find again what stands far back, as (attention, head, score), see
             `recall_scores`; the largest score first.
-        left_out: what there was no time for.
-        remarks: what a user should know.
-        checks: of `check`.
-        minutes: that it took.
-        environment: versions and machine.
         source: what was given to the command, for the line to paste.
         command: its other options, for the line to paste.
     """
@@ -193,7 +159,6 @@ class Advice:
         """The command that converts as a trial does, to paste.
 
         Args:
-            label: of the trial.
             distill: learn too, from texts that are to be given: those of the advice are to measure on.
         """
         candidate = self.trial(label).candidate
@@ -389,17 +354,18 @@ def tables(advice: Advice) -> list[Table]:
 
 
 def record(advice: Advice) -> dict[str, Any]:
-    """Plain values that JSON can carry, without paths of this machine."""
-    values = dict(vars(advice))
-    values["profiles"] = [asdict(x) for x in advice.profiles]
-    values["trials"] = [x.as_json() for x in advice.trials]
-    for name in ("curve", "kept", "checks"):
-        values[name] = [asdict(x) for x in getattr(advice, name)]
-    values["exact"] = None if advice.exact is None else asdict(advice.exact)
+    """Plain values that JSON can carry; of files the names alone."""
+    command = {option: _name(x) for option, x in advice.command.items()}
+    advice = replace(advice, source=_name(advice.source), command=command)
+    values = {**asdict(replace(advice, trials=[])), "trials": [x.as_json() for x in advice.trials]}
     values.update(pays_from=advice.pays_from, verdict=verdict(advice))
     values["commands"] = [{"command": x} for x in paste_lines(advice)]
-    plain: dict[str, Any] = portable(values)
+    plain: dict[str, Any] = json.loads(json.dumps(finite(values)))
     return plain
+
+
+def _name(text: str) -> str:
+    return Path(text).name if Path(text).exists() else text
 
 
 def page(advice: Advice) -> str:

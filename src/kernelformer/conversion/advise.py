@@ -37,11 +37,10 @@ from kernelformer.conversion.trials import (
 )
 from kernelformer.environment import environment
 from kernelformer.errors import number
-from kernelformer.files import write_text
+from kernelformer.files import write_json, write_text
 from kernelformer.hf.find import Attention, AttentionCall, find_attentions
 from kernelformer.hf.load import Source, load_source
 from kernelformer.hf.pretrained import first_names
-from kernelformer.page import as_text, rounded
 
 Log = Callable[[str], None]
 T = TypeVar("T", int, tuple[int, int])
@@ -60,10 +59,7 @@ class Clock:
     """Time of an advice.
 
     Args:
-        seconds: in all.
-        start: when it began.
         longest: seconds that one step of a kind has taken so far.
-        before: seconds until the shares began.
     """
 
     seconds: float
@@ -111,11 +107,7 @@ class Search:
     grid: list[Candidate] = field(default_factory=list)  # that is to be measured
 
     def start(self) -> None:
-        """Measure and run the candidate that is the most promising by the kind of model, see `propose`.
-
-        Raises:
-            ValueError: the budget is over, or the model can have none of the candidates.
-        """
+        """Measure and run the candidate that is the most promising by the kind of model, see `propose`."""
         advice = self.advice
         first = propose(self.trials.model, distilled=advice.causal)
         self.grid = coarse_grid(causal=advice.causal, length=advice.length, first=first)
@@ -435,11 +427,8 @@ def check(
     Checked are the trials that were run in the model, and those whose figure was predicted.
 
     Args:
-        advice: of the same model; its ``checks`` are filled.
-        model: the original, which is left as it is.
         batches: inputs to measure on, others than those of the advice.
         others: inputs to calibrate on, those of the advice.
-        log: called with what happens.
     """
     trials = Trials(model, batches, others, advice.kind == RATIO, looked=0)
     run = [x for x in advice.trials if x.figure is not None and not x.fitted]
@@ -506,16 +495,12 @@ def run(source: str | Path, settings: AdviseSettings, out: Path | None = None, l
 def write(advice: Advice, folder: Path) -> None:
     """Write advice.json and advice.html."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / "advice.json", as_text(rounded(record(advice))) + "\n")
+    write_json(folder / "advice.json", record(advice))
     write_text(folder / "advice.html", page(advice))
 
 
 def _rows(origin: Source, texts: Sequence[str], length: int, settings: AdviseSettings) -> list[dict[str, Tensor]]:
-    """Rows of inputs, one a batch; of texts that fill the length where there are enough of them.
-
-    Raises:
-        ValueError: texts that make too few rows.
-    """
+    """Rows of inputs, one a batch; of texts that fill the length where there are enough of them."""
     check_readable(origin, texts)
     parts = 3 if settings.check else 2  # to measure on, to fit on, to check on
     count, seed = parts * settings.samples, settings.seed
@@ -538,11 +523,7 @@ def _rows(origin: Source, texts: Sequence[str], length: int, settings: AdviseSet
 
 
 def _attentions(model: Any) -> list[Attention]:
-    """Attentions of a model, all alike.
-
-    Raises:
-        ValueError: it attends to another sequence, or not through transformers.
-    """
+    """Attentions of a model, all alike."""
     attentions = find_attentions(model)
     cross = next((x.name for x in attentions if x.cross), None)
     if cross is not None or getattr(model.config, "is_encoder_decoder", False):

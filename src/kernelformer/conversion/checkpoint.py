@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from kernelformer.files import PART, check_archive, check_inside, naming_full_disk, replacing, sync
+from kernelformer.hf.save import KIND, model_type
 
 FILE = "progress.pt"
 SECONDS = 60.0  # between two of them
@@ -22,12 +23,7 @@ SHARE = 0.05  # of the time that may go into writing them
 
 @dataclass
 class Checkpoint:
-    """State of a distillation, kept in a folder.
-
-    Args:
-        folder: for one file; made when there is something to keep.
-        identity: what has to be the same to resume a run.
-    """
+    """State of a distillation, kept in a folder."""
 
     folder: Path
     identity: dict[str, str]
@@ -41,16 +37,7 @@ class Checkpoint:
 
     @classmethod
     def of(cls, target: Path, identity: dict[str, str], force: bool) -> Checkpoint:
-        """Find or begin the checkpoint of a target.
-
-        Args:
-            target: folder that the run will write.
-            identity: of this run.
-            force: remove the checkpoint of another run.
-
-        Raises:
-            ValueError: another call has left one there; with ``force`` it is removed instead.
-        """
+        """Find or begin the checkpoint of a target."""
         checkpoint = cls(cls.folder_for(target), identity, time.monotonic())
         if checkpoint.folder.exists():
             other = checkpoint._other()
@@ -102,11 +89,8 @@ class Checkpoint:
         """Write a checkpoint, if it is due (or ``now``) and anything was learned.
 
         Args:
-            model: its weights.
-            losses: by stage.
             state: gives the state of the last stage, see `Progress.state`.
             noted: of stages before it, plain values.
-            now: whether it is time or not.
         """
         begin = time.monotonic()
         early = begin - self.last < max(SECONDS, self.cost / SHARE)
@@ -135,8 +119,6 @@ def check_target(source: str | Path, target: Path, force: bool) -> None:
             )
         if Checkpoint.folder_for(resolved) == original:
             raise ValueError(f"{source} has the name that an unfinished {target} would have; choose another name.")
-    from kernelformer.hf.save import KIND, model_type
-
     if not target.exists() and not target.is_symlink():
         return
     if not force:

@@ -7,14 +7,15 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from kernelformer.commands import program
+from kernelformer.conversion import distill
 from kernelformer.conversion.checkpoint import Checkpoint, appearing, check_target
 from kernelformer.conversion.holdout import (
     Batches,
@@ -27,12 +28,14 @@ from kernelformer.conversion.holdout import (
     hold_out_windows,
 )
 from kernelformer.conversion.judge import Log, Steps, check_judging, judge
+from kernelformer.conversion.keep import check_recall_heads, keep_exact
 from kernelformer.conversion.losses import Reference
 from kernelformer.conversion.measure import measure
 from kernelformer.conversion.readers import hash_files
-from kernelformer.conversion.report import ConversionResult, licence_of, model_card
+from kernelformer.conversion.report import ConversionResult, licence_of, model_card, picture
 from kernelformer.conversion.settings import JUDGED, ConvertSettings
 from kernelformer.conversion.texts import check_length
+from kernelformer.conversion.tune import CENTRES, quick_dtype, start_student
 from kernelformer.environment import environment
 from kernelformer.errors import StoppedError
 from kernelformer.feature_maps.untied import LogLinearMap
@@ -61,18 +64,11 @@ DECODERS = ("local:window=64:sinks=4", "favor+:window=64:sinks=4", "loglinear:wi
 Compare = Callable[[Sequence[str]], Mapping[str, float]]
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """Default attention for a pretrained model, with the reason.
-
-    Args:
-        attention: ``method:option=value:...``.
-        reason: why, in a sentence.
-        features: number of features; None: that of all conversions.
-    """
+class Proposal(NamedTuple):
+    """Default attention for a pretrained model, why it is that, and its features unless they are as ever."""
 
     attention: str
-    reason: str
+    why: str
     features: int | None = None
 
 
@@ -93,7 +89,6 @@ def proposal(
     A relative bias that reaches beyond the window leaves no room for one.
 
     Args:
-        model: a pretrained one.
         distilled: whether it will learn from its original.
         length: tokens of the texts that it learns from; with less than two windows there is nothing far to learn.
         compare: gives the losses of a model with each of some attentions, less is nearer; None: nothing to measure on.
@@ -102,53 +97,34 @@ def proposal(
     modules = {x.name: model.get_submodule(x.name) for x in attentions}
     biased = any(family_of(module).has_bias(module, name, False) for name, module in modules.items())
     causal, pair = any(x.causal for x in attentions), any(x.cross for x in attentions)
-    if distilled:
-        return _learned(biased, causal, length)
-    if pair or (causal and biased):
+    short = length is not None and length < 2 * WINDOW
+    if distilled and (biased or short):
+        why = f"texts of {length} tokens leave little to learn beyond a window of {WINDOW}"
         return Proposal(
-            LEARNED, f"{LEARNED}: the model is causal or reads two sequences; it needs --distill to be of use"
+            LEARNED, f"it is distilled, and {'its relative bias leaves no room for a window' if biased else why}"
         )
+    if distilled:
+        more = "" if causal else f"; without training {UNTRAINED}{NEAR} may be nearer still"
+        why = f"it is distilled, and a learned map beside a window is nearest then{more}"
+        return Proposal(LEARNED + (DECODER_NEAR if causal else ENCODER_NEAR), why, FEATURES)
+    if pair or (causal and biased):
+        return Proposal(LEARNED, "the model is causal or reads two sequences; it needs --distill to be of use")
     if not causal:
         near = "; its relative bias leaves no room for a window" if biased else " and a window"
-        attention = UNTRAINED if biased else UNTRAINED + NEAR
-        return Proposal(attention, f"{attention}: an encoder without training is nearest with landmarks{near}")
+        why = f"an encoder without training is nearest with landmarks{near}"
+        return Proposal(UNTRAINED if biased else UNTRAINED + NEAR, why)
     if length is not None and length <= WINDOW:
-        first = DECODERS[0]
-        return Proposal(first, f"{first}: texts of {length} tokens are within its window, nothing is far in them")
-    return _decoder(compare)
-
-
-def _learned(biased: bool, causal: bool, length: int | None) -> Proposal:
-    if biased:
-        return Proposal(LEARNED, f"{LEARNED}: it is distilled, and its relative bias leaves no room for a window")
-    if length is not None and length < 2 * WINDOW:
-        why = f"texts of {length} tokens leave little to learn beyond a window of {WINDOW}"
-        return Proposal(LEARNED, f"{LEARNED}: it is distilled, and {why}")
-    attention = LEARNED + (DECODER_NEAR if causal else ENCODER_NEAR)
-    reason = "it is distilled, and a learned map beside a window is nearest then"
-    more = "" if causal else f"; without training {UNTRAINED}{NEAR} may be nearer still"
-    return Proposal(attention, f"{attention}: {reason}{more}", FEATURES)
-
-
-def _decoder(compare: Compare | None) -> Proposal:
+        return Proposal(DECODERS[0], f"texts of {length} tokens are within its window, nothing is far in them")
     if compare is None:
-        first = DECODERS[0]
-        return Proposal(first, f"{first}: a decoder without training, and no texts to measure anything else on")
+        return Proposal(DECODERS[0], "a decoder without training, and no texts to measure anything else on")
     losses = compare(DECODERS)
-    best = min(losses, key=lambda x: losses[x])
     said = ", ".join(f"{x} {loss:.3g}" for x, loss in losses.items())
-    return Proposal(best, f"{best}: the nearest for a decoder without training, by the rise of the loss ({said})")
+    why = f"the nearest for a decoder without training, by the rise of the loss ({said})"
+    return Proposal(min(losses, key=lambda x: losses[x]), why)
 
 
 def with_default(setting: S, origin: Source, texts: Texts, log: Log = lambda _: None) -> tuple[S, str]:
-    """Fill in the default attention of a model, with the reason; see `proposal`.
-
-    Args:
-        setting: without an attention.
-        origin: the model.
-        texts: of the conversion; the comparison uses others than are measured on, where there are others.
-        log: called with what happens.
-    """
+    """Fill in the default attention of a model, with the reason; see `proposal`."""
     by_others = True
 
     def compare(attentions: Sequence[str]) -> dict[str, float]:
@@ -163,10 +139,10 @@ def with_default(setting: S, origin: Source, texts: Texts, log: Log = lambda _: 
         compare=compare if texts.evaluation and origin.task == "causal" else None,
     )
     if setting.features is not None and found.attention == DECODERS[0]:  # a window alone has no features
-        found = Proposal(DECODERS[1], f"{DECODERS[1]}: a decoder without training, for which --features are asked")
+        found = Proposal(DECODERS[1], "a decoder without training, for which --features are asked")
     features = found.features if setting.features is None else setting.features
     same = "" if by_others else "; by what is measured on, for want of other texts"
-    reason = f"no --attention was given: {found.reason}{same}"
+    reason = f"no --attention was given: {found.attention}: {found.why}{same}"
     return replace(setting, attention=found.attention, features=features), reason
 
 
@@ -174,8 +150,6 @@ def _losses(
     setting: ConvertSettings, origin: Source, texts: Texts, attentions: Sequence[str], log: Log
 ) -> tuple[dict[str, float], bool]:
     """Rise of the next-token loss with each attention; and True if texts are others than those measured on."""
-    from kernelformer.conversion.tune import start_student
-
     length = check_length(origin, setting.length)
     evaluation = evaluation_inputs(origin, texts, length, setting.samples, 1, setting.seed)
     rows, used = choice_inputs(origin, texts, evaluation, length, ROWS + STARTS, 1, setting.seed)
@@ -207,14 +181,6 @@ def copy_sentence_files(source: str | Path, target: Path, *, allow_pickle: bool 
 
     Nothing is copied of a source without ``modules.json``, no file through a link that leads out of it, and no pickled
     weights unless they are allowed.
-
-    Args:
-        source: folder of the original, or its name on the hub.
-        target: folder of the converted model.
-        allow_pickle: copy pickled weights of modules too; they are never read here.
-
-    Returns:
-        Remarks for the user: what was copied, and what was not and why.
     """
     if Path(source).is_file():
         return []
@@ -294,12 +260,8 @@ def run(
     origin = load_source(source, task=setting.task, allow_pickle=setting.allow_pickle)
     check_judging(origin, texts, setting)
     if setting.recall_heads:
-        from kernelformer.conversion.keep import check_recall_heads
-
         check_recall_heads(setting, origin, texts)
     if setting.distill is not None:
-        from kernelformer.conversion import distill
-
         distill.check_repeats(setting, origin)
     remarks = list(origin.remarks)
     if not setting.attention:
@@ -332,8 +294,6 @@ def run(
     keeps = bool(setting.keep or setting.keep_heads or setting.recall_heads)
     _measure(job, "all converted" if keeps else "converted")
     if keeps:
-        from kernelformer.conversion.keep import keep_exact
-
         keep_exact(job)
         _calibrate(job, statistics)
         _measure(job, "converted")
@@ -377,8 +337,6 @@ def _calibrate(job: Job, rows: Batches) -> None:
         calibrate(job.student, rows, reset=True, exact=True)
     if job.evaluation.used is None:
         return  # random tokens have no keys worth starting at
-    from kernelformer.conversion.tune import CENTRES, quick_dtype, start_student
-
     model, result = job.origin.model, job.result
     chosen = start_student(job.student, model, rows, autocast=quick_dtype(model.device))
     result.remarks = [x for x in result.remarks if STARTED not in x]
@@ -407,8 +365,6 @@ def _identity(source: str | Path, setting: ConvertSettings, result: ConversionRe
 
 
 def _write(job: Job, target: Path) -> None:
-    from kernelformer.conversion.report import picture
-
     result, origin = job.result, job.origin
     with appearing(target) as part:
         job.student.save_pretrained(part)

@@ -20,10 +20,11 @@ from kernelformer.conversion.checkpoint import Checkpoint
 from kernelformer.conversion.holdout import Batches, Job
 from kernelformer.conversion.keep import window_of
 from kernelformer.conversion.losses import Reference
-from kernelformer.conversion.passkey import knows_numbers, number_tokens
+from kernelformer.conversion.passkey import number_tokens
 from kernelformer.conversion.settings import ConvertSettings
 from kernelformer.conversion.texts import Repeats, TextRows, first_token, rows_for
 from kernelformer.conversion.tune import (
+    Batch,
     BreakdownError,
     Progress,
     ReusePolicy,
@@ -65,12 +66,8 @@ def lora_targets(student: nn.Module, patterns: str = "") -> list[str]:
     """Name the linear layers that LoRA is put on.
 
     Args:
-        student: converted.
         patterns: of their names, such as ``*.v_proj,*.o_proj``; empty: projections of the values and outputs of every
             converted attention.
-
-    Raises:
-        ValueError: a pattern that fits no linear layer, or a model whose projections have other names.
     """
     layers = {name: x for name, x in student.named_modules() if isinstance(x, nn.Linear | Conv1D)}
     owners = Counter(id(x.weight) for x in student.modules() if isinstance(getattr(x, "weight", None), nn.Parameter))
@@ -106,13 +103,7 @@ def _kinds(names: Sequence[str]) -> str:
 class Lora:
     """LoRA in a converted model: only low-rank products beside some linear layers are trained.
 
-        W x  ->  W x + 2 B A x        A (r, in) drawn, B (out, r) zero
-
-    Args:
-        student: converted; changed in place until `merge`.
-        targets: see `lora_targets`.
-        rank: r.
-        seed: of A.
+    W x  ->  W x + 2 B A x        A (r, in) drawn, B (out, r) zero
     """
 
     def __init__(self, student: nn.Module, targets: Sequence[str], rank: int, seed: int = 0) -> None:
@@ -151,11 +142,7 @@ def held_out_rows(length: int) -> int:
 
 
 def plan_stages(student: Any, setting: ConvertSettings) -> dict[str, Budget]:
-    """Plan the stages of a distillation by its settings.
-
-    Raises:
-        ValueError: nothing would be learned.
-    """
+    """Plan the stages of a distillation by its settings."""
     fits, steps, tuned = learns(student), setting.steps, setting.tune
     if steps and not fits:
         raise ValueError(f"{setting.attention!r} has nothing to learn by attention transfer; give --tune, not --steps.")
@@ -176,11 +163,7 @@ def plan_stages(student: Any, setting: ConvertSettings) -> dict[str, Budget]:
 
 
 def check_far(student: Any, batches: Sequence[dict[str, Tensor]]) -> None:
-    """Check that texts are longer than the window: else nothing is far, and maps have nothing to learn.
-
-    Raises:
-        ValueError: they are not.
-    """
+    """Check that texts are longer than the window: else nothing is far, and maps have nothing to learn."""
     window = window_of(student)
     longest = max((x["input_ids"].shape[1] for x in batches if "input_ids" in x), default=0)
     if window and longest and longest <= window:
@@ -191,11 +174,7 @@ def check_far(student: Any, batches: Sequence[dict[str, Tensor]]) -> None:
 
 
 def check_repeats(setting: ConvertSettings, origin: Source) -> None:
-    """Check that repeated passages are asked for of a decoder.
-
-    Raises:
-        ValueError: the model is none.
-    """
+    """Check that repeated passages are asked for of a decoder."""
     if setting.repeats and origin.task != "causal":
         raise ValueError(
             f"repeats={setting.repeats:g} are for decoders, {origin.path} is a model for {origin.task!r}; leave it out."
@@ -212,8 +191,7 @@ class Distillation:
         share = REPEATS if self.setting.repeats is None else self.setting.repeats
         self.repeats: Repeats | None = None  # passages beyond the window of a converted decoder
         if job.origin.task == "causal" and share:
-            tokenizer = job.origin.tokenizer
-            numbers = number_tokens(tokenizer, self.setting.seed) if knows_numbers(job.origin) else []
+            numbers = number_tokens(job.origin, self.setting.seed)
             self.repeats = Repeats(share, max(1, window_of(job.student)), numbers)
         if self.repeats is not None:
             share, gap, length = self.repeats.share, self.repeats.gap, self.result.length
@@ -298,9 +276,9 @@ class Distillation:
         seconds = None if budget.seconds is None else max(0.0, budget.seconds - (time.monotonic() - start))
         progress = Progress(losses, saved if losses else None)
         try:
-            learn(
-                rate, self._batches(order, skip), budget.steps, seconds, progress, self._told(stage, budget, progress)
-            )
+            told = self._told(stage, budget, progress)
+            limits = {"steps": budget.steps, "seconds": seconds}
+            learn(rate, self._batches(order, skip), **limits, progress=progress, log=told)
         except KeyboardInterrupt:
             if progress.whole:
                 self._save(progress, now=True)
@@ -325,29 +303,12 @@ class Distillation:
         noted = {"curves": self.result.curves, "spent": self.result.spent}
         self.checkpoint.save(self.student, self.result.losses, progress.state, noted, now=now)
 
-    def _learn(
-        self,
-        stage: str,
-        reuse: ReusePolicy,
-        rate: float,
-        batches: Iterator[dict[str, Tensor]],
-        steps: int,
-        seconds: float | None,
-        progress: Progress,
-        log: Callable[[int, float], None] | None = None,
-    ) -> None:
+    def _learn(self, stage: str, reuse: ReusePolicy, rate: float, batches: Iterator[Batch], **options: Any) -> None:
         teacher = self.origin.model
-        options: dict[str, Any] = {
-            "steps": steps,
-            "seconds": seconds,
-            "autocast": quick_dtype(teacher.device),
-            "progress": progress,
-            "log": log,
-            "held_out": self.held_out,
-        }
+        options |= {"autocast": quick_dtype(teacher.device), "held_out": self.held_out}
         if stage == "transfer":
-            more: dict[str, Any] = {"lr": rate, "reuse": reuse, "window_dropout": self.setting.window_dropout}
-            transfer(self.student, teacher, batches, **more, **options)
+            options |= {"reuse": reuse, "window_dropout": self.setting.window_dropout}
+            transfer(self.student, teacher, batches, lr=rate, **options)
         else:
             tune(self.student, teacher, batches, lr=rate, map_lr=min(1e-3, MAPS * rate), **options)
 
@@ -366,7 +327,7 @@ class Distillation:
                 return float("inf")
             progress = Progress()
             try:
-                learn(rate, self._batches(order), TRIAL_STEPS, each, progress)
+                learn(rate, self._batches(order), steps=TRIAL_STEPS, seconds=each, progress=progress)
             except BreakdownError:
                 return float("inf")
             if not progress.losses:

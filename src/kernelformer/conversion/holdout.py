@@ -36,11 +36,7 @@ class Texts:
     """Texts of a conversion.
 
     Args:
-        training: to learn from; none of them is measured on.
         evaluation: to choose those to measure on from; empty: random tokens are measured on.
-        training_file: name of their file.
-        evaluation_file: name of their file.
-        available: texts of the evaluation file.
         held_out: whether the texts to measure on are some of those to learn from.
         validation: texts that are neither learned from nor measured on, to look at while learning.
     """
@@ -69,13 +65,7 @@ def divide_texts(distill: Path | None, text: Path | None, samples: int, seed: in
     """Read the texts of a conversion.
 
     Args:
-        distill: file to learn from; None: nothing is learned.
         text: file to measure on; None: ``samples`` texts of ``distill`` are left out for that, see `hold_out_windows`.
-        samples: see there.
-        seed: of the choice.
-
-    Raises:
-        ValueError: too few texts, or the same ones for both.
     """
     training = [] if distill is None else read_texts(distill)
     evaluation = [] if text is None else read_texts(text)
@@ -103,13 +93,6 @@ def hold_out_windows(source: Source, texts: Texts, length: int, samples: int, se
 
     As many texts as windows were left out, and short texts are less than a window each. At most half of the texts to
     learn from are taken.
-
-    Args:
-        source: the model.
-        texts: as `divide_texts` has them.
-        length: tokens of a window.
-        samples: windows to measure on.
-        seed: of the choice.
     """
     if source.task != "causal" or not texts.held_out:
         return texts
@@ -133,7 +116,6 @@ class Evaluation:
     """Inputs that every measurement of a conversion uses.
 
     Args:
-        batches: inputs of the model.
         used: what of the texts that is; None for random tokens.
         unused: texts of the same file that are not measured on.
     """
@@ -175,16 +157,7 @@ def choice_inputs(
 
 @dataclass(frozen=True)
 class Job:
-    """One conversion: its models, texts and inputs, and the result to fill.
-
-    Args:
-        origin: the original.
-        student: the same model, converted in place.
-        texts: to learn from, and held-out ones to evaluate.
-        evaluation: inputs to measure on.
-        result: gets figures, texts and remarks.
-        log: called with what happens.
-    """
+    """One conversion: its models, texts and inputs, and the result to fill."""
 
     origin: Source
     student: Any

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kernelformer.conversion.holdout import Batches, Evaluation, Texts, divide_texts, evaluation_inputs
+from kernelformer.conversion.holdout import Evaluation, Texts, divide_texts, evaluation_inputs
 from kernelformer.conversion.losses import (
     CONVERTED,
     KERNEL,
@@ -25,18 +25,25 @@ from kernelformer.conversion.losses import (
     Figures,
     HiddenStateErrors,
 )
-from kernelformer.conversion.passkey import DIGITS, knows_numbers, passkeys, start_tokens
+from kernelformer.conversion.passkey import (
+    DIGITS,
+    answer_log_probs,
+    check_labels,
+    compare_probes,
+    embeddings,
+    number_tokens,
+    passkeys,
+    start_tokens,
+)
 from kernelformer.conversion.report import Judgement, Recall, Sample, card_section
 from kernelformer.conversion.settings import JudgeSettings
 from kernelformer.conversion.texts import check_length, check_readable, longest, read_labelled, some_texts, tokens_of
 from kernelformer.files import finite, read_json, write_json, write_text
-from kernelformer.hf.attend import CORE, CROSS
 from kernelformer.hf.convert import cores
-from kernelformer.hf.load import Source, load_source
+from kernelformer.hf.load import Source, load, load_source
 from kernelformer.hf.pretrained import task_of
 from kernelformer.modules import KernelCore, MixedCore
 from kernelformer.modules.calibration import evaluating
-from kernelformer.modules.exact import LocalCore
 from kernelformer.page import plain, put_section
 
 Log = Callable[[str], None]
@@ -71,24 +78,10 @@ class Steps:
         self.done += work
 
 
-@dataclass(frozen=True)
-class Place:
-    """A core with near keys and a kernel for the far ones, and where it stands."""
-
-    parent: nn.Module
-    name: str
-    core: KernelCore
-
-
-def hybrids(student: nn.Module) -> list[Place]:
+def hybrids(student: nn.Module) -> list[KernelCore]:
     """Find the cores of a converted model that attend exactly to near tokens or sinks and by a kernel to the others."""
-    places = []
-    for name, core in cores(student).items():
-        place = (core, "linear") if isinstance(core, MixedCore) else (student.get_submodule(name), CORE)
-        own = getattr(*place)
-        if isinstance(own, KernelCore) and own.has_near:
-            places.append(Place(*place, own))
-    return places
+    inside = (core.linear if isinstance(core, MixedCore) else core for core in cores(student).values())
+    return [x for x in inside if isinstance(x, KernelCore) and x.has_near]
 
 
 @contextmanager
@@ -97,14 +90,14 @@ def near_alone(student: nn.Module) -> Iterator[None]:
 
     Other attentions stay as they are; afterwards all are as before.
     """
-    places = hybrids(student)
+    own = hybrids(student)
+    for core in own:
+        core.near_alone = True
     try:
-        for place in places:
-            setattr(place.parent, place.name, _local(place.core))
         yield
     finally:
-        for place in places:
-            setattr(place.parent, place.name, place.core)
+        for core in own:
+            core.near_alone = False
 
 
 @contextmanager
@@ -113,7 +106,7 @@ def kernel_alone(student: nn.Module) -> Iterator[None]:
 
     Other attentions stay as they are; afterwards all are as before.
     """
-    before = [(x.core, x.core.near) for x in hybrids(student)]
+    before = [(core, core.near) for core in hybrids(student)]
     try:
         for core, _ in before:
             core.near = None
@@ -121,24 +114,6 @@ def kernel_alone(student: nn.Module) -> Iterator[None]:
     finally:
         for core, near in before:
             core.near = near
-
-
-def _local(core: KernelCore) -> LocalCore:
-    """Build a core of the near part of a hybrid."""
-    local = LocalCore(
-        "local",
-        head_dim=core.head_dim,
-        num_heads=core.num_heads,
-        window=core.window or 1,
-        sinks=core.sinks,
-        scale=core.scale if core.near_scale is None else core.near_scale,
-        normalize_qk=core.normalize_qk,
-    )
-    local.window = local.near.window = (
-        core.window or 0
-    )  # with sinks alone a token does not even see itself, which no other caller asks for
-    setattr(local, CROSS, getattr(core, CROSS, False))
-    return local
 
 
 @torch.no_grad()
@@ -198,19 +173,13 @@ def judge(
     - Of encoders, where it is asked for: the accuracy of a linear probe of each.
 
     Args:
-        origin: the original.
-        student: the same model, converted.
-        texts: of the conversion; those to measure on are used.
-        evaluation: inputs to measure on.
-        length: tokens of a text.
         setting: what to measure; see `check_judging`. The first batch is always measured; what is expected to end after
             ``judge_minutes`` is left out and named.
-        log: called with what happens.
     """
     writes = origin.task == "causal" and evaluation.used is not None
     limit = longest(origin)
     lengths = setting.passkey_lengths if writes and setting.passkeys else ()
-    if writes and setting.passkeys and not lengths and knows_numbers(origin):
+    if writes and setting.passkeys and not lengths and number_tokens(origin):
         lengths = tuple(x for x in LENGTHS if limit is None or x <= limit)
     tokens = setting.sample_tokens if writes else 0
     if tokens is None:
@@ -220,62 +189,34 @@ def judge(
     work = passes * sum(map(_tokens, rows)) + models * setting.passkeys * sum(lengths)
     work += PROMPTS * 2 * WRITTEN * tokens + 2 * length * setting.probe
     seconds = math.inf if setting.judge_minutes is None else 60 * setting.judge_minutes
-    steps = Steps("judging", work, log, seconds)
+    job = _Judging(origin, student, setting, length, Steps("judging", work, log, seconds))
     with evaluating(origin.model, student):
-        used: Batches = []
-        result = Judgement(_figures(origin, student, texts, length, setting, _while_fits(rows, passes, steps, used)))
-        result.measured_on = str(evaluation.used or f"{setting.samples} rows of random tokens")
-        if len(used) < len(rows):
-            result.remarks.append(
-                f"left out for time: figures of {len(rows) - len(used)} of {len(rows)} batches of them"
-            )
+        job.add_figures(texts, evaluation, passes)
         if writes:
             if setting.passkeys and not lengths:
-                result.remarks.append(
+                job.result.remarks.append(
                     "no numbers were hidden: the model has too few positions, or tokens for no digits"
                 )
             count, reach = max(PROMPTS, setting.passkeys), max(lengths, default=PROMPT)
             chosen, _ = some_texts(texts.evaluation, origin.tokenizer, reach, count, setting.seed, origin.task)
             for asked in lengths:
-                share = models * setting.passkeys * asked
-                if steps.fits(share):
-                    result.recall += _recall(origin, student, chosen, asked, setting, steps, share / models)
-                else:
-                    result.remarks.append(f"left out for time: numbers hidden in {asked} tokens")
-            result.remarks += _lost(result.recall)
-            _add_samples(result, origin, student, chosen, tokens, setting, steps)
-        if setting.probe and steps.fits(2 * length * setting.probe):
-            with steps.step("probe", 2 * length * setting.probe):
-                result.probe = _probe(origin, student, length, setting)
-        elif setting.probe:
-            result.remarks.append("left out for time: probe")
-    result.seconds = steps.spent
-    return result
+                if job.fits(models * setting.passkeys * asked, f"numbers hidden in {asked} tokens"):
+                    job.add_recall(chosen, asked)
+            job.result.remarks += _lost(job.result.recall)
+            if tokens:
+                job.add_samples(chosen, tokens)
+        if setting.probe and job.fits(2 * length * setting.probe, "probe"):
+            job.add_probe()
+    job.result.seconds = job.steps.spent
+    return job.result
 
 
 def _tokens(batch: dict[str, Tensor]) -> int:
     return next(iter(batch.values())).numel()
 
 
-def _while_fits(rows: Batches, passes: int, steps: Steps, used: Batches) -> Iterator[dict[str, Tensor]]:
-    """Yield batches, the first one in any case, and note them."""
-    for batch in rows:
-        if not steps.fits(passes * _tokens(batch)):
-            return
-        used.append(batch)
-        with steps.step("the model and its parts", passes * _tokens(batch)):
-            yield batch
-
-
 def check_judging(origin: Source, texts: Texts, setting: JudgeSettings) -> None:
-    """Check that what is asked for can be measured, before anything takes time.
-
-    Raises:
-        ValueError: a probe of a model that is no encoder or without labelled texts; hidden numbers or samples of a
-            model that does not write, of lengths that it has no positions for, or without texts.
-    """
-    from kernelformer.conversion.passkey import check_labels
-
+    """Check that what is asked for can be measured, before anything takes time."""
     for name in ("passkey_lengths", "sample_tokens"):
         value = getattr(setting, name)
         if value and origin.task != "causal":
@@ -288,7 +229,7 @@ def check_judging(origin: Source, texts: Texts, setting: JudgeSettings) -> None:
             raise ValueError(f"passkey_lengths={setting.passkey_lengths} and passkeys=0 contradict each other.")
         check_readable(origin, texts.evaluation)
         passkeys(texts.evaluation[:1], origin.tokenizer, min(setting.passkey_lengths), 1)
-        if not knows_numbers(origin):
+        if not number_tokens(origin):
             raise ValueError(
                 f"passkey_lengths={setting.passkey_lengths}: the tokenizer of {origin.path} has tokens of digits that "
                 f"the model's vocabulary has not; give passkeys=0, or put the model's own tokenizer there."
@@ -313,42 +254,6 @@ def _check_positions(origin: Source, setting: JudgeSettings) -> None:
         )
 
 
-def _figures(
-    origin: Source,
-    student: Any,
-    texts: Texts,
-    length: int,
-    setting: JudgeSettings,
-    batches: Iterable[dict[str, Tensor]],
-) -> Any:
-    answers = None
-    if origin.task == "masked" and texts.evaluation:
-        bare = replace(origin, task="encoder")  # the same rows in the same order, with nothing hidden
-        same = evaluation_inputs(bare, texts, length, setting.samples, setting.batch, setting.seed)
-        answers = [x["input_ids"] for x in same.batches]
-    return part_figures(origin.model, student, batches, answers)
-
-
-def _recall(
-    origin: Source, student: Any, texts: Sequence[str], length: int, setting: JudgeSettings, steps: Steps, work: float
-) -> list[Recall]:
-    """Ask each model for the same numbers hidden in texts of one length, as a step of so much work."""
-    from kernelformer.conversion.passkey import answer_log_probs
-
-    models: dict[str, tuple[Any, AbstractContextManager[None]]]
-    models = {ORIGINAL: (origin.model, nullcontext()), CONVERTED: (student, nullcontext())}
-    if hybrids(student):
-        models[NEAR] = (student, near_alone(student))
-    rows = passkeys(texts, origin.tokenizer, length, setting.passkeys, setting.seed)
-    result = []
-    for name, (model, way) in models.items():
-        with steps.step(f"numbers hidden in {length} tokens, {name}", work), way:
-            answers = [answer_log_probs(model, x.ids, x.answer) for x in rows]
-        scores = tuple(float(x.sum()) / DIGITS for x, _ in answers)
-        result.append(Recall(length, name, tuple(x.distance for x in rows), tuple(x for _, x in answers), scores))
-    return result
-
-
 def _lost(recall: Sequence[Recall]) -> list[str]:
     """Advice where the converted model finds less than half of what the original finds."""
     found = {name: sum(sum(x.right) for x in recall if x.model == name) for name in (ORIGINAL, CONVERTED)}
@@ -361,45 +266,90 @@ def _lost(recall: Sequence[Recall]) -> list[str]:
     ]
 
 
-def _add_samples(
-    result: Judgement,
-    origin: Source,
-    student: Any,
-    texts: Sequence[str],
-    tokens: int,
-    setting: JudgeSettings,
-    steps: Steps,
-) -> None:
-    """Have both models continue the beginnings of some texts, while there is time."""
-    from kernelformer.generation import continuation  # decoders only
+@dataclass
+class _Judging:
+    """One judgement: what is measured of both models, as far as there is time, goes into the result."""
 
-    if tokens == 0:
-        return
-    limit = longest(origin)
-    room = PROMPT if limit is None else min(PROMPT, limit - tokens)
-    first = start_tokens(origin.tokenizer)
-    begins = (x for ids in tokens_of(texts, origin.tokenizer) if (x := [*first, *ids][:room]))
-    for number, ids in enumerate(islice(begins, PROMPTS)):  # of texts that have a token
-        if not steps.fits(2 * WRITTEN * tokens):
-            result.remarks.append(f"left out for time: samples from number {number + 1} on")
-            return
-        begin, written = torch.tensor([ids]), {}
-        for name, model in ((ORIGINAL, origin.model), (CONVERTED, student)):
-            with steps.step(f"sample {number + 1}, {name}", WRITTEN * tokens):
-                made, _ = continuation(model, begin, tokens=tokens, seed=setting.seed + number)
-                written[name] = origin.tokenizer.decode(made, skip_special_tokens=True)
-        result.samples.append(Sample(origin.tokenizer.decode(begin[0], skip_special_tokens=True), written))
+    origin: Source
+    student: Any
+    setting: JudgeSettings
+    length: int
+    steps: Steps
+    result: Judgement = field(default_factory=lambda: Judgement({}))
 
+    def fits(self, work: float, what: str) -> bool:
+        """Return True if there is time for so much work, or name what is left out."""
+        fits = self.steps.fits(work)
+        self.result.remarks += [] if fits else [f"left out for time: {what}"]
+        return fits
 
-def _probe(origin: Source, student: Any, length: int, setting: JudgeSettings) -> Any:
-    from kernelformer.conversion.passkey import compare_probes, embeddings
+    def add_figures(self, texts: Texts, evaluation: Evaluation, passes: int) -> None:
+        """Measure the parts of the student on batches, the first one in any case."""
+        setting, rows, used, answers = self.setting, evaluation.batches, 0, None
+        if self.origin.task == "masked" and texts.evaluation:
+            bare = replace(self.origin, task="encoder")  # the same rows in the same order, with nothing hidden
+            same = evaluation_inputs(bare, texts, self.length, setting.samples, setting.batch, setting.seed)
+            answers = [x["input_ids"] for x in same.batches]
 
-    assert setting.text is not None
-    texts, labels = read_labelled(setting.text, setting.probe, setting.seed)
-    original, converted = (
-        embeddings(x, origin.tokenizer, texts, length, 4 * setting.batch) for x in (origin.model, student)
-    )
-    return compare_probes(original, converted, torch.tensor(labels))
+        def in_time() -> Iterator[dict[str, Tensor]]:
+            nonlocal used
+            for batch in rows:
+                if not self.steps.fits(passes * _tokens(batch)):
+                    return
+                used += 1
+                with self.steps.step("the model and its parts", passes * _tokens(batch)):
+                    yield batch
+
+        self.result.figures = part_figures(self.origin.model, self.student, in_time(), answers)
+        self.result.measured_on = str(evaluation.used or f"{setting.samples} rows of random tokens")
+        if used < len(rows):
+            self.result.remarks.append(
+                f"left out for time: figures of {len(rows) - used} of {len(rows)} batches of them"
+            )
+
+    def add_recall(self, texts: Sequence[str], length: int) -> None:
+        """Ask each model for the same numbers hidden in texts of one length."""
+        models: dict[str, tuple[Any, AbstractContextManager[None]]]
+        models = {ORIGINAL: (self.origin.model, nullcontext()), CONVERTED: (self.student, nullcontext())}
+        if hybrids(self.student):
+            models[NEAR] = (self.student, near_alone(self.student))
+        rows = passkeys(texts, self.origin.tokenizer, length, self.setting.passkeys, self.setting.seed)
+        distances = tuple(x.distance for x in rows)
+        for name, (model, way) in models.items():
+            with self.steps.step(f"numbers hidden in {length} tokens, {name}", len(rows) * length), way:
+                answers = [answer_log_probs(model, x.ids, x.answer) for x in rows]
+            scores = tuple(float(x.sum()) / DIGITS for x, _ in answers)
+            self.result.recall.append(Recall(length, name, distances, tuple(x for _, x in answers), scores))
+
+    def add_samples(self, texts: Sequence[str], tokens: int) -> None:
+        """Have both models continue the beginnings of some texts."""
+        from kernelformer.generation import continuation  # decoders only
+
+        limit, tokenizer = longest(self.origin), self.origin.tokenizer
+        room = PROMPT if limit is None else min(PROMPT, limit - tokens)
+        first = start_tokens(tokenizer)
+        begins = (x for ids in tokens_of(texts, tokenizer) if (x := [*first, *ids][:room]))
+        for number, ids in enumerate(islice(begins, PROMPTS)):  # of texts that have a token
+            if not self.fits(2 * WRITTEN * tokens, f"samples from number {number + 1} on"):
+                return
+            begin, written = torch.tensor([ids]), {}
+            for name, model in ((ORIGINAL, self.origin.model), (CONVERTED, self.student)):
+                with self.steps.step(f"sample {number + 1}, {name}", WRITTEN * tokens):
+                    made, _ = continuation(model, begin, tokens=tokens, seed=self.setting.seed + number)
+                    written[name] = tokenizer.decode(made, skip_special_tokens=True)
+            self.result.samples.append(Sample(tokenizer.decode(begin[0], skip_special_tokens=True), written))
+
+    def add_probe(self) -> None:
+        """Compare linear probes of both models."""
+        setting = self.setting
+        assert setting.text is not None
+        texts, labels = read_labelled(setting.text, setting.probe, setting.seed)
+        with self.steps.step("probe", 2 * self.length * setting.probe):
+            original, converted = (
+                embeddings(x, self.origin.tokenizer, texts, self.length, 4 * setting.batch)
+                for x in (self.origin.model, self.student)
+            )
+            self.result.probe = compare_probes(original, converted, torch.tensor(labels))
 
 
 def judge_folder(folder: Path, original: str | Path, setting: JudgeSettings, *, log: Log = lambda _: None) -> Judgement:
@@ -416,8 +366,6 @@ def judge_folder(folder: Path, original: str | Path, setting: JudgeSettings, *, 
     Raises:
         ValueError: the original is of another model; see also `check_judging`.
     """
-    from kernelformer.hf import load
-
     log(f"reading {folder}")
     student = load(folder)
     log(f"reading {original}")

@@ -84,12 +84,6 @@ def greedy(
 
     What a name adds is measured again only while it could be the least: others keep what they added when fewer were
     chosen, as long as that is more. That is exact where a name never adds less than it did before.
-
-    Args:
-        cost: of some names; less is better.
-        names: to choose from.
-        count: how many.
-        log: called after each choice with their number so far and in the end.
     """
     chosen: list[str] = []
     added = dict.fromkeys(names, -math.inf)
@@ -187,11 +181,7 @@ def window_of(student: Any) -> int:
 
 
 def check_recall_heads(setting: ConvertSettings, origin: Source, texts: Texts) -> None:
-    """Check that heads which recall can be looked for, before anything takes time.
-
-    Raises:
-        ValueError: the model is not causal, or there are no texts.
-    """
+    """Check that heads which recall can be looked for, before anything takes time."""
     if setting.recall_heads and (origin.task != "causal" or not texts.evaluation):
         lacks, way = ("texts", "give --text") if origin.task == "causal" else ("a decoder", "leave it out")
         raise ValueError(

@@ -40,35 +40,19 @@ def attention_loss(
     """Distance of a core from exact attention at these inputs, a number; see `transfer` for the formula.
 
     Args:
-        core: to be fitted.
         query: (B, H, L, D).
         key: (B, G, S, D).
         value: (B, G, S, E).
         key_mask: (B, S) bool, True = attend; where queries and keys are equally many, padded queries do not count.
-        causal: whether query i sees keys up to i alone.
         scaling: of the product q . k; default 1 / sqrt(D).
         position_bias: (1, H, L, S).
-        seed: of the order of rows.
         turn: which rows in that order: the first `ROWS`, the next ones, and so on, round and round.
         window_dropout: share of the rows in which near keys get the map's weights too, so that it learns all of them.
     """
     if isinstance(core, MixedCore):
-        which = core.heads[1]
         query, key, value = (core._split(x, 1) for x in (query, key, value))
-        bias = None if position_bias is None else position_bias[:, which]
-        return attention_loss(
-            core.linear,
-            query,
-            key,
-            value,
-            key_mask,
-            causal,
-            scaling,
-            bias,
-            seed=seed,
-            turn=turn,
-            window_dropout=window_dropout,
-        )
+        position_bias = None if position_bias is None else position_bias[:, core.heads[1]]
+        core = core.linear
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     assert isinstance(core, KernelCore)
     groups = query.shape[1] // key.shape[1]
@@ -129,13 +113,9 @@ def _near_and_far(
     """Logarithms of the weights of some rows, (B, H, rows, S): exact ones of near keys, those of the map elsewhere.
 
     Args:
-        core: with a window or sinks.
         scores: of the near keys, (B, H, rows, S).
-        key_mask: (B, S) bool or None.
-        rows: which queries.
         alone: (rows) bool, those without near keys.
         far: log phi(q) phi(k), (B, H, rows, S).
-        position_bias: (1, H, rows, S) or None.
     """
     places = torch.arange(scores.shape[-1], device=rows.device, dtype=torch.int32)
     near = (places - rows.unsqueeze(1).int()).abs() < (core.window or 0)
@@ -190,13 +170,7 @@ def _output_loss(
 
 
 def output_loss(outputs: Any, wanted: Any, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Distance of outputs and hidden states from the original's, a number; see `tune` for the formula.
-
-    Args:
-        outputs: of the converted model.
-        wanted: of the original.
-        inputs: of both; their masks (1 = real) say which tokens count.
-    """
+    """Distance of outputs and hidden states from the original's, a number; see `tune` for the formula."""
     mask = inputs.get("attention_mask")
     masks = {"decoder_hidden_states": inputs.get("decoder_attention_mask")}
     total: Tensor | float = 0.0
@@ -270,12 +244,7 @@ def standard_error(values: Sequence[float]) -> float | None:
 
 
 class HiddenStateErrors:
-    """Errors of a converted model that runs by itself: after each layer, and of its output.
-
-    Args:
-        pools: compare mean-pooled last hidden states too.
-        predicts: logits are those of the next token, whose perplexity is measured too.
-    """
+    """Errors of a converted model that runs by itself: after each layer, and of its output."""
 
     def __init__(self, pools: bool, predicts: bool = False) -> None:
         self.pools, self.predicts = pools, predicts
@@ -295,9 +264,6 @@ class HiddenStateErrors:
         """Count in a batch.
 
         Args:
-            batch: inputs of both models; padding does not count.
-            want: outputs of the original, with hidden states.
-            got: outputs of the converted model, with hidden states.
             answers: tokens (B, L) before some were hidden, for masked models; None: not known.
         """
         mask = batch.get("attention_mask")
@@ -368,16 +334,8 @@ def next_token_losses(logits: Tensor, ids: Tensor, mask: Tensor | None) -> Tenso
 def output_divergence(batch: Mapping[str, Any], want: Any, got: Any) -> float:
     """Distance of the outputs of a model from those of the original, in one number.
 
-        mean over tokens of  KL(softmax(want) || softmax(got))      logits, (B, L, V) or (B, V)
-        mean over tokens of  |got - want|^2 / |want|^2              hidden states, and logits of a single number
-
-    Args:
-        batch: inputs of both; padding does not count.
-        want: outputs of the original.
-        got: outputs of the other model.
-
-    Raises:
-        ValueError: there is nothing to compare.
+    mean over tokens of  KL(softmax(want) || softmax(got))      logits, (B, L, V) or (B, V)
+    mean over tokens of  |got - want|^2 / |want|^2              hidden states, and logits of a single number
     """
     name = output_name(want)
     x, y = getattr(want, name), getattr(got, name)
@@ -389,11 +347,7 @@ def output_divergence(batch: Mapping[str, Any], want: Any, got: Any) -> float:
 
 
 def output_name(outputs: Any) -> str:
-    """Name the output of a model that is compared.
-
-    Raises:
-        ValueError: none of them is there.
-    """
+    """Name the output of a model that is compared."""
     name = next((x for x in OUTPUTS if getattr(outputs, x, None) is not None), "")
     if not name:
         raise ValueError(f"the model returns none of {', '.join(OUTPUTS)}, so that there is nothing to compare.")
@@ -430,7 +384,6 @@ class Figures:
         accuracy_error: standard error of the difference of ``accuracy`` from the original's, token by token.
         agreement: share of tokens whose likeliest one is the original's.
         cosine: mean cosine of mean outputs to the original's, of encoders.
-        output: relative error of the output.
     """
 
     perplexity: float | None = None
@@ -449,7 +402,6 @@ class Figure:
         kind: `RATIO`, of the perplexities of the next token, for causal language models; `COSINE` of mean-pooled last
             hidden states, mean over texts, for all others.
         value: 1 is the original.
-        agreement: share of tokens whose largest logit is the same; None without logits.
     """
 
     kind: str
@@ -478,13 +430,7 @@ def value_of_loss(kind: str, loss: float) -> float:
 
 
 class Reference:
-    """The original's outputs on some inputs, kept as little as it takes to compare another model with them.
-
-    Args:
-        model: the original, of transformers.
-        batches: its inputs.
-        predicts: it is a causal language model, which is compared by its perplexity.
-    """
+    """The original's outputs on some inputs, kept as little as it takes to compare another model with them."""
 
     def __init__(self, model: Any, batches: Sequence[Batch], *, predicts: bool) -> None:
         self.kind = RATIO if predicts else COSINE
@@ -493,41 +439,26 @@ class Reference:
 
     def figure(self, model: Any) -> Figure:
         """Run another model on the same inputs and compare it."""
-        pairs = [
-            (_digest(model, x, self.kind == RATIO), want) for x, want in zip(self.batches, self.wanted, strict=True)
-        ]
-        ours, theirs = (torch.cat([pair[i].measured for pair in pairs]).double() for i in (0, 1))
+        found = [_digest(model, x, self.kind == RATIO) for x in self.batches]
+        ours, theirs = (torch.cat([x for x, _ in some]).double() for some in (found, self.wanted))
         if self.kind == RATIO:
             value = math.exp(min(700.0, float(ours.mean() - theirs.mean())))
         else:
             value = float(torch.cosine_similarity(ours, theirs, dim=-1).mean())
-        same = [
-            torch.eq(a.largest, b.largest)[b.real]
-            for a, b in pairs
-            if a.largest is not None and b.largest is not None and b.real is not None
-        ]
-        return Figure(self.kind, value, float(torch.cat(same).double().mean()) if same else None)
-
-
-@dataclass(frozen=True)
-class _Digest:
-    """Of a batch: losses (N) or pooled states (B, d); and the largest logits (B, L) of real tokens."""
-
-    measured: Tensor
-    largest: Tensor | None
-    real: Tensor | None
+        likeliest = [torch.eq(a, b) for (_, a), (_, b) in zip(found, self.wanted, strict=True) if a is not None]
+        return Figure(self.kind, value, float(torch.cat(likeliest).double().mean()) if likeliest else None)
 
 
 @torch.no_grad()
-def _digest(model: Any, batch: Batch, predicts: bool) -> _Digest:
+def _digest(model: Any, batch: Batch, predicts: bool) -> tuple[Tensor, Any]:
+    """Losses (N) or pooled states (B, d) of a batch; and the likeliest token of each real one, None without logits."""
     with evaluating(model):
         out = model(**batch, output_hidden_states=not predicts)
     mask = batch.get("attention_mask")
     logits: Any = getattr(out, "logits", None)
-    largest = None if logits is None or logits.dim() != 3 else logits.argmax(-1)
-    real = None if largest is None else mask.bool() if mask is not None else torch.ones_like(largest, dtype=torch.bool)
+    likeliest = None if logits is None or logits.dim() != 3 else _kept_tokens(logits.argmax(-1), mask).flatten()
     if predicts:
-        return _Digest(next_token_losses(logits, batch["input_ids"], mask).flatten(), largest, real)
+        return next_token_losses(logits, batch["input_ids"], mask).flatten(), likeliest
     hidden = out.hidden_states[-1]
     fits = mask is not None and mask.shape == hidden.shape[:2]
-    return _Digest(pooled(hidden, mask if fits else None), largest, real)
+    return pooled(hidden, mask if fits else None), likeliest

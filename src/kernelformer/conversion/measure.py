@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from kernelformer.attention.reference import near_keys
 from kernelformer.conversion.losses import CONVERTED, ORIGINAL, HiddenStateErrors
 from kernelformer.errors import choice, number
-from kernelformer.hf.attend import attend_exactly
 from kernelformer.hf.convert import EXACT, check_kept, conversion, cores
-from kernelformer.hf.find import AttentionCall, probing
+from kernelformer.hf.find import AttentionCall, hearing
 from kernelformer.kernels import gaussian_kernel
 from kernelformer.modules import AttentionCore, MixedCore
 from kernelformer.modules.calibration import evaluating
@@ -61,7 +60,6 @@ class AttentionProfile:
 
     Args:
         query: root mean square of the norms of sqrt(scale) q, which is what a kernel sees.
-        key: the same of keys.
         near: mean share of a query's weight on keys with |i - j| < w, by w.
         first: the same on the first s visible keys, by s.
         far: on keys that are neither within 64 tokens nor among the first 4.
@@ -143,14 +141,9 @@ def attention_weights(
     Args:
         query: (B, H, L, D).
         key: (B, G, S, D), G divides H.
-        scale: of the product.
-        causal: whether query i sees keys up to i alone.
         key_mask: (B, S) bool; None: all keys are real.
         position_bias: (1, H, L, S).
         rows: (N), which queries; None: all.
-
-    Returns:
-        (B, H, N or L, S).
     """
     rows = torch.arange(query.shape[2], device=query.device) if rows is None else rows
     key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
@@ -211,11 +204,7 @@ def predicted_error(core: AttentionCore, query: Tensor, key: Tensor, weights: Te
     is small, and never much above 1: a larger one says that the estimate is worthless.
 
     Args:
-        core: of all heads.
-        query: (B, H, L, D).
-        key: (B, H, S, D).
         weights: (B, H, L, S), A.
-        scale: the model's.
 
     Returns:
         (H), in float64; or a few words: "exact", "near tokens exactly", "learned", "no formula", "another kernel".
@@ -267,15 +256,9 @@ class Row:
     """One call of an attention in a pass.
 
     Args:
-        name: of the attention.
         call: number of the call in the pass; above 0 where layers share their weights.
-        method: `EXACT` where it was kept.
-        query: norms of the queries, of all heads and real tokens.
-        key: norms of the keys.
         error: ``|core - exact|_F / |exact|_F`` of the output, at the original's queries, keys and values.
-        heads: the same of each head.
         predicted: expected relative error of the weights, see `predicted_error`; None where there is no formula.
-        reason: why there is none.
     """
 
     name: str
@@ -366,17 +349,16 @@ def measure(teacher: PreTrainedModel, student: PreTrainedModel, batches: Iterabl
         if not isinstance(model, PreTrainedModel):
             raise ValueError(f"models of transformers can be measured, got {type(model).__name__}.")
     errors = HiddenStateErrors.of(student)
-    watch = _Watch(teacher, student)
+    attentions = _Attentions(student)
     with evaluating(teacher, student):
         for batch in batches:
-            watch.start()
-            with probing(teacher, watch):
+            with hearing(teacher, attentions.add):
                 want = teacher(**batch, output_hidden_states=True)
             errors.add(batch, want, student(**batch, output_hidden_states=True))
     if not errors.samples:
         raise ValueError("nothing was measured: there was not one batch of inputs.")
     return Report(
-        rows=watch.rows(),
+        rows=attentions.rows(),
         hidden={part: tuple(math.sqrt(x.value or 0.0) for x in means) for part, means in errors.hidden.items()},
         output=math.sqrt(errors.output.value or 0.0),
         agreement=errors.agreement.value,
@@ -397,7 +379,6 @@ class CallErrors:
         error: ``|core - exact|^2`` of the outputs.
         size: ``|exact|^2``.
         variance: expected squared errors of the weights of some queries, see `predicted_error`.
-        weight: squares of these weights.
         reason: why there is no formula for the variance; "" where there is one.
     """
 
@@ -421,15 +402,8 @@ class CallErrors:
             return errors
         length = query.shape[2]
         some = torch.linspace(0, length - 1, min(length, QUERIES)).long().unique().to(query.device)
-        weights = attention_weights(
-            query.double(),
-            key.double(),
-            scale=call.scale,
-            causal=causal,
-            key_mask=key_mask,
-            position_bias=call.options.get("position_bias"),
-            rows=some,
-        )
+        how: dict[str, Any] = {"position_bias": call.options.get("position_bias"), "rows": some, "scale": call.scale}
+        weights = attention_weights(query.double(), key.double(), causal=causal, key_mask=key_mask, **how)
         if real is not None:
             weights = weights * real[:, None, some, None]
         key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
@@ -482,22 +456,16 @@ class _NormSums:
         return Norms(math.sqrt(self.squares / max(1, self.count)), self.largest)
 
 
-class _Watch:
-    """Attention of the original that has the student's cores attend to the same queries, keys and values."""
+class _Attentions:
+    """Errors of a student's cores, and norms, at the queries, keys and values of the original's attentions."""
 
-    def __init__(self, teacher: PreTrainedModel, student: PreTrainedModel) -> None:
-        self.names = {id(module): name for name, module in teacher.named_modules()}
+    def __init__(self, student: PreTrainedModel) -> None:
         self.student, self.cores = student, cores(student)
         self.layers = {x.name: x for x in conversion(student).layers}
         self.errors: dict[tuple[str, int], CallErrors] = {}
         self.norms: defaultdict[tuple[str, int], tuple[_NormSums, _NormSums]] = defaultdict(
             lambda: (_NormSums(), _NormSums())
         )
-        self.calls: Counter[str] = Counter()
-
-    def start(self) -> None:
-        """Begin a new pass: calls count from 0."""
-        self.calls.clear()
 
     def rows(self) -> tuple[Row, ...]:
         rows = []
@@ -508,20 +476,14 @@ class _Watch:
             rows.append(Row(name, call, method, query.norms, key.norms, x.relative(), heads, x.predicted, x.reason))
         return tuple(rows)
 
-    def __call__(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        name = self.names[id(module)]
-        if name not in self.layers:
-            raise ValueError(f"the original attends in {name}, which the converted model does not have.")
-        exact, _ = attend_exactly(module, query, key, value, mask, **options)
-        if name in self.cores:  # else it was kept: there is no core to compare
-            place = (name, self.calls[name])
-            self.calls[name] += 1
-            own = self.student.get_submodule(name)
-            call = AttentionCall(*place, own, query, key, value, mask, options, exact)
-            errors = CallErrors.of(call, self.cores[name])
-            self.errors[place] = self.errors[place] + errors if place in self.errors else errors
-            for sums, x, real in zip(self.norms[place], (query, key), (call.real, call.visible()[0]), strict=True):
-                sums.add(x, call.scale, real)
-        return exact, None
+    def add(self, call: AttentionCall) -> None:
+        if call.name not in self.layers:
+            raise ValueError(f"the original attends in {call.name}, which the converted model does not have.")
+        if call.name not in self.cores:  # it was kept: there is no core to compare
+            return
+        place, call = (call.name, call.call), replace(call, module=self.student.get_submodule(call.name))
+        errors = CallErrors.of(call, self.cores[call.name])
+        self.errors[place] = self.errors[place] + errors if place in self.errors else errors
+        inputs = (call.query, call.key), (call.real, call.visible()[0])
+        for sums, x, real in zip(self.norms[place], *inputs, strict=True):
+            sums.add(x, call.scale, real)

@@ -27,11 +27,7 @@ class Probe:
     """Accuracy of a probe of two models on the same texts.
 
     Args:
-        original: accuracy on the embeddings of the original.
-        converted: that of the converted model.
         error: standard error of ``converted - original``, text by text; None for a single text.
-        trained: texts that the classifiers were fitted to.
-        tested: other texts, that they were tried on.
     """
 
     original: float
@@ -43,15 +39,7 @@ class Probe:
 
 @torch.no_grad()
 def embeddings(model: Any, tokenizer: Any, texts: Sequence[str], length: int, batch: int) -> Tensor:
-    """Mean-pooled outputs of a model, of length 1: (N, d).
-
-    Args:
-        model: encoder.
-        tokenizer: of transformers.
-        texts: N of them, cut at ``length`` tokens.
-        length: tokens.
-        batch: texts at once.
-    """
+    """Mean-pooled outputs of a model, of length 1: (N, d)."""
     vectors = []
     for first in range(0, len(texts), batch):
         some = list(texts[first : first + batch])
@@ -62,16 +50,7 @@ def embeddings(model: Any, tokenizer: Any, texts: Sequence[str], length: int, ba
 
 
 def compare_probes(original: Tensor, converted: Tensor, labels: Tensor) -> Probe:
-    """Fit a probe to the first half of the texts for each model, and try both on the other half.
-
-    Args:
-        original: (N, d) embeddings of the original.
-        converted: (N, d) those of the converted model.
-        labels: (N) integers from 0 on.
-
-    Raises:
-        ValueError: fewer than two texts, or one label in all of those to fit to.
-    """
+    """Fit a probe to the first half of the texts for each model, and try both on the other half."""
     half = check_labels(labels.tolist())
     right = [probe_right((x[:half], labels[:half]), (x[half:], labels[half:])).double() for x in (original, converted)]
     error = standard_error((right[1] - right[0]).tolist())
@@ -79,11 +58,7 @@ def compare_probes(original: Tensor, converted: Tensor, labels: Tensor) -> Probe
 
 
 def check_labels(labels: Sequence[int]) -> int:
-    """Check that the first half of some labels has two kinds or more; returns how many that half is.
-
-    Raises:
-        ValueError: it has not.
-    """
+    """Check that the first half of some labels has two kinds or more; returns how many that half is."""
     half = len(labels) // 2
     kinds = len(set(labels[:half]))
     if kinds < 2:
@@ -97,12 +72,7 @@ def check_labels(labels: Sequence[int]) -> int:
 def probe_right(train: Labelled, test: Labelled, steps: int = STEPS) -> Tensor:
     """Tell which labels multinomial logistic regression gets right, (N) bool.
 
-        W = argmin  -mean log softmax(x W + b)_y + DECAY |W|^2 / 2          by L-BFGS, on standardized features
-
-    Args:
-        train: features (n, d) and labels (n) to fit to.
-        test: features (N, d) and labels (N).
-        steps: of L-BFGS.
+    W = argmin  -mean log softmax(x W + b)_y + DECAY |W|^2 / 2          by L-BFGS, on standardized features
     """
     with torch.enable_grad():
         kinds, numbers = torch.cat([train[1], test[1]]).unique(return_inverse=True)  # labels may be any numbers
@@ -132,9 +102,7 @@ def answer_log_probs(model: Any, ids: Tensor, count: int) -> tuple[Tensor, bool]
     """Score the last tokens of a text as an answer to what stands before them.
 
     Args:
-        model: causal language model.
         ids: (L), text, question and answer.
-        count: tokens of the answer.
 
     Returns:
         ``log p`` of each token of the answer given all before it, (count); and whether each of them is the likeliest,
@@ -161,8 +129,6 @@ class Passkey:
 
     Args:
         ids: (L), all tokens; the last ``answer`` are those of the number.
-        answer: tokens of the number.
-        key: the number, `DIGITS` digits.
         depth: share of the text before the sentence with the number.
         distance: tokens from the end of that sentence to the answer.
     """
@@ -224,28 +190,19 @@ def _question(tokenizer: Any, key: str) -> tuple[list[int], list[int]]:
     return ids[:same], ids[same:]
 
 
-def tells_numbers(tokenizer: Any) -> bool:
-    """Return True if a tokenizer has different tokens for different numbers; that of proteins has none for any."""
+def number_tokens(source: Source, seed: int = 0) -> list[list[int]]:
+    """Token ids of random numbers of five digits, each after a blank.
+
+    None where a tokenizer has the same tokens for all of them, as that of proteins, or the model does not know some.
+    """
     try:
-        _question(tokenizer, "0" * DIGITS)
+        _question(source.tokenizer, "0" * DIGITS)
     except ValueError:
-        return False
-    return True
-
-
-def number_tokens(tokenizer: Any, seed: int = 0) -> list[list[int]]:
-    """Token ids of random numbers of five digits, each after a blank; none where a tokenizer has no digits."""
-    if not tells_numbers(tokenizer):
         return []
     drawn = torch.randint(10**DIGITS, (NUMBERS,), generator=torch.Generator().manual_seed(seed)).tolist()
-    ids: list[list[int]] = tokenizer([f" {x:0{DIGITS}d}" for x in drawn], add_special_tokens=False)["input_ids"]
-    return ids
-
-
-def knows_numbers(source: Source) -> bool:
-    """Return True if a model has different tokens for different numbers, all of them in its vocabulary."""
-    tokens = number_tokens(source.tokenizer)
-    return bool(tokens) and max(map(max, tokens)) < source.model.config.get_text_config().vocab_size
+    texts = [f" {x:0{DIGITS}d}" for x in drawn]
+    ids: list[list[int]] = source.tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return ids if max(map(max, ids)) < source.model.config.get_text_config().vocab_size else []
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:

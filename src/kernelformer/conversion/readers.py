@@ -44,7 +44,6 @@ def read_lines(path: Path, separator: str = "") -> Iterator[tuple[str, str | Uni
     A line that is not UTF-8 comes as the error that says so; `not_utf8` words it.
 
     Args:
-        path: of the file.
         separator: a line that has it is not blank, also if it has nothing else.
     """
     try:
@@ -85,7 +84,6 @@ def each_text(path: Path, field: str = "text") -> Iterator[str]:
 
     Args:
         path: ``.jsonl`` with ``field`` in each line, or any other text file, one text a line; UTF-8.
-        field: of a ``.jsonl`` file.
     """
     if not path.is_file():
         raise ValueError(f"there is no file {path}; give a .jsonl file with {field!r} in each line, or a .txt file.")

@@ -29,24 +29,14 @@ class ConversionResult:
     """Everything that the report, the model card and the record of a conversion show.
 
     Args:
-        setting: how to convert, a dataclass of plain values and paths: `conversion.settings.ConvertSettings`.
-        source: name of the folder, or on the hub.
-        model: class of the original.
-        length: tokens of a text.
-        conversion: see `Conversion.as_json`.
         exact_heads: heads that stay exact, by the reason and the name of their attention.
         reports: what was measured: ``all converted`` where some were kept afterwards, ``converted``, ``distilled``.
-        losses: by stage of the distillation, step by step.
         curves: by stage, looks at held-out texts: step, seconds, tokens, loss.
         spent: by stage, seconds, tokens and the rate at its peak; before the last stage a figure of the model, see
             `Figure`.
         texts: what was used of which file, by what it was for.
-        remarks: what a user should know.
-        environment: versions and machine.
-        licence: of the source, as it states it; empty: it does not.
         judged: what was measured beside the original: `Judgement`; None: nothing.
         tokens: that were learned from, counted each time; None: not counted.
-        seconds: that the distillation took; None: not known.
     """
 
     setting: Any
@@ -81,7 +71,6 @@ class ConversionResult:
 LONGEST = 1 << 20  # bytes of a card, or of a text in a header, that are read
 NOT_STATED = "not stated by the source: ask there"
 _CARD, _FILES = "README.md", ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "COPYING")
-_FRONT = re.compile(r"\A---\n(.*?)^---$", re.DOTALL | re.MULTILINE)
 # Types of values in a .gguf, as struct has them.
 _NUMBERS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}
 _TEXT, _LIST = 8, 9
@@ -92,9 +81,6 @@ def licence_of(source: str | Path) -> str:
 
     That of the card (``license:`` in the front matter of README.md), else the first line of a file such as LICENSE, of
     a ``.gguf`` file ``general.license``. Of a name on the hub the files are those that its cache has.
-
-    Args:
-        source: see `load_source`.
     """
     path = Path(source)
     try:
@@ -102,13 +88,13 @@ def licence_of(source: str | Path) -> str:
         if packed is not None:
             return _of_gguf(packed) or _of_folder(packed.parent)
         return _of_folder(path) if path.is_dir() else _of_hub(str(source))
-    except (OSError, ValueError):  # a licence that cannot be read is not stated
+    except Exception:  # YAML has errors of its own; a licence that cannot be read is not stated
         return ""
 
 
 def _of_folder(folder: Path) -> str:
     card = folder / _CARD
-    stated = _of_card(_read(card)) if card.is_file() else ""
+    stated = _of_card(card) if card.is_file() else ""
     files = (x for name in _FILES if (x := folder / name).is_file())
     return stated or next((line for x in files if (line := _first_line(_read(x)))), "")
 
@@ -126,24 +112,17 @@ def _read(path: Path) -> str:
         return file.read(LONGEST).decode("utf-8", errors="replace")
 
 
-def _of_card(text: str) -> str:
+def _of_card(path: Path) -> str:
     """``license_name`` or ``license`` of the front matter; ``other`` alone says nothing."""
-    front = _FRONT.match(text.replace("\r\n", "\n").removeprefix("\ufeff"))
-    block = front[1] if front else ""
-    found = re.finditer(r"^(license(?:_name|_link)?):(.*(?:\n[ \t]*-[ \t].*)*)", block, re.MULTILINE)
-    values = {x[1]: _values(x[2]) for x in found}  # the items of a list follow, one a line
-    name = values.get("license_name") or values.get("license", "")
-    if name == "other":
+    from huggingface_hub import metadata_load
+
+    stated = metadata_load(path) or {}
+    values = {x: stated.get(x) for x in ("license_name", "license", "license_link")}
+    name, plain_name, link = (", ".join(map(str, x if isinstance(x, list) else [x or ""])) for x in values.values())
+    name = name or plain_name
+    if not name or name == "other":
         return ""
-    link = values.get("license_link")
-    return f"{name} ({link})" if name and link else name
-
-
-def _values(text: str) -> str:
-    """The words of a value in a front matter, those of a list between commas."""
-    items = [re.sub(r"^\s*-\s", "", x).split(" #")[0] for x in text.strip().strip("[]").splitlines()]
-    words = [y.strip().strip("'\"") for x in items for y in x.split(",")]
-    return ", ".join(x for x in words if x)
+    return f"{name} ({link})" if link else name
 
 
 def _first_line(text: str) -> str:
@@ -204,11 +183,7 @@ class Recall:
     """Answers of one model to the questions for numbers that were hidden in texts of one length.
 
     Args:
-        length: tokens of a text.
-        model: `ORIGINAL`, `CONVERTED` or `NEAR`.
         distances: tokens from each number to its answer.
-        right: whether greedy continuation gives the number.
-        log_probs: log-probability of each number, by digit.
     """
 
     length: int
@@ -238,12 +213,7 @@ class Judgement:
 
     Args:
         figures: of the whole model by part, see `part_figures`.
-        recall: of hidden numbers, by length and model.
-        samples: texts of decoders, side by side.
-        probe: of encoders.
         measured_on: the inputs of ``figures``, in words.
-        seconds: that all of it took.
-        remarks: what a user should know.
     """
 
     figures: dict[str, Figures]
@@ -431,43 +401,34 @@ def picture(result: ConversionResult, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     reports: dict[str, Report] = result.reports
-    parts = list(next(iter(reports.values())).hidden)
-    curves = {stage: x for stage, x in result.curves.items() if len(x) > 1}
-    count = 1 + len(parts) + len(curves)
-    figure, axes = plt.subplots(1, count, figsize=(4.6 * count, 3.8), squeeze=False, constrained_layout=True)
-    first, *others = axes[0][: 1 + len(parts)]
-    for axis, (stage, points) in zip(axes[0][1 + len(parts) :], curves.items(), strict=True):
-        axis.plot([x[1] / 60 for x in points], [x[3] for x in points], marker="o", color="C2")
-        axis.set_title(f"{stage}: loss of held-out texts")
-        axis.set_xlabel("minutes")
-        axis.set_ylim(bottom=0)
-        axis.grid(True, alpha=0.2)
-    for index, (label, report) in enumerate(reports.items()):
-        numbers = list(range(len(report.rows)))
-        color = f"C{index}"
-        first.plot(numbers, [x.error for x in report.rows], marker="o", color=color, label=label)
-        for axis, part in zip(others, parts, strict=True):
-            values = report.hidden[part]
-            axis.plot(range(len(values)), values, marker="o", color=color, label=label)
     last = list(reports.values())[-1]
+    curves = {f"{stage}: loss of held-out texts": x for stage, x in result.curves.items() if len(x) > 1}
+    count = 1 + len(last.hidden) + len(curves)
+    figure, axes = plt.subplots(1, count, figsize=(4.6 * count, 3.8), squeeze=False, constrained_layout=True)
+    first, *others = axes[0]
+    for label, report in reports.items():
+        first.plot([x.error for x in report.rows], marker="o", label=label)
+        for axis, values in zip(others, report.hidden.values(), strict=False):
+            axis.plot(values, marker="o")
     low, high = [min(x.heads) for x in last.rows], [max(x.heads) for x in last.rows]
     first.fill_between(range(len(low)), low, high, color=f"C{len(reports) - 1}", alpha=0.15, linewidth=0)
     known = [(i, x.predicted) for i, x in enumerate(last.rows) if x.predicted is not None and x.predicted < HOPELESS]
     if known:
         first.plot(*zip(*known, strict=True), linestyle=":", color="grey", label="predicted, of the weights")
-    first.set_title("each attention by itself (shade: its heads)")
-    first.set_xlabel("attention, in the order of the calls")
-    for axis, part in zip(others, parts, strict=True):
-        axis.set_title("hidden states, errors added up" if part == "layers" else f"hidden states of the {part}")
-        axis.set_xlabel("layers")
-    for axis in (first, *others):
+    first.legend(fontsize="small")
+    hidden = ["hidden states, errors added up" if x == "layers" else f"hidden states of the {x}" for x in last.hidden]
+    titles = {"each attention by itself (shade: its heads)": "attention, in the order of the calls"}
+    for axis, (title, label) in zip(axes[0], (titles | dict.fromkeys(hidden, "layers")).items(), strict=False):
+        axis.set(title=title, xlabel=label, ylabel="relative error")
         if axis.get_ylim()[1] > STEEP:
             axis.set_yscale("symlog", linthresh=1)
-        axis.set_ylim(bottom=0)
-        axis.set_ylabel("relative error")
         axis.xaxis.get_major_locator().set_params(integer=True)
+    for axis, (title, points) in zip(others[len(hidden) :], curves.items(), strict=True):
+        axis.plot([x[1] / 60 for x in points], [x[3] for x in points], marker="o", color="C2")
+        axis.set(title=title, xlabel="minutes")
+    for axis in axes[0]:
+        axis.set_ylim(bottom=0)
         axis.grid(True, alpha=0.2)
-    first.legend(fontsize="small")
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -476,12 +437,7 @@ VERSIONS = ("kernelformer", "torch", "transformers", "python")
 
 
 def model_card(result: ConversionResult, name: str) -> str:
-    """Make README.md of a converted model.
-
-    Args:
-        result: what was done.
-        name: of the folder.
-    """
+    """Make README.md of a converted model."""
     replaced = [x for x in result.conversion if x["method"] != "softmax"]
     exact = [x for x in result.conversion if x["method"] == "softmax" and "linear already" not in x.get("reason", "")]
     options: dict[str, Any] = replaced[0]["options"] if replaced else {}

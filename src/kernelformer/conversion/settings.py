@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kernelformer.errors import choice
+from kernelformer.errors import choice, positive_int
 from kernelformer.settings import KIND, PICKLE, SEED, TEXTS, Settings, option, parse_layers
 
 FEATURES = 128  # default number of features or landmarks, or the rank
@@ -109,7 +109,6 @@ class ConvertSettings(JudgeSettings):
 
     def method(self) -> tuple[str, dict[str, Any]]:
         """The method that ``attention`` names, and all its options."""
-        from kernelformer.errors import positive_int
         from kernelformer.modules import METHODS, method_options, parse_method
 
         method, options = parse_method(self.attention)

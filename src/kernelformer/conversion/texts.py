@@ -26,13 +26,7 @@ NUMBERED = 0.5  # of the passages get a number, which nothing but the first pass
 
 @dataclass(frozen=True)
 class Copy:
-    """A passage and its copy.
-
-    Args:
-        first: where the passage begins.
-        second: where its copy begins.
-        length: tokens of both.
-    """
+    """A passage and its copy."""
 
     first: int
     second: int
@@ -52,7 +46,6 @@ class Repeats:
     the sharp and far attention that ordinary text has little of.
 
     Args:
-        share: of the rows that get some.
         gap: tokens between a passage and its copy, at least.
         numbers: token ids of numbers to put into passages, see `passkey.number_tokens`.
     """
@@ -71,15 +64,7 @@ class Repeats:
         return length >= self.gap + 2 * SHORTEST
 
     def row(self, ids: Tensor, seed: int) -> tuple[Tensor, list[Copy]]:
-        """Repeat passages of a row, or leave it as it is.
-
-        Args:
-            ids: (L).
-            seed: of everything that is drawn.
-
-        Returns:
-            As many ids, and the copies; none where the row is too short for one.
-        """
+        """Repeat passages of a row, or leave it as it is."""
         gen = torch.Generator().manual_seed(seed)
         if float(torch.rand((), generator=gen)) >= self.share:
             return ids, []
@@ -117,11 +102,6 @@ def recall_row(ids: Tensor, gap: int, seed: int) -> tuple[Tensor, Tensor, Tensor
 
         i = b + t looks at j = a + t + 1        passage from a on, its copy from b on, t from `BEGINNING` on
 
-    Args:
-        ids: (L).
-        gap: see `Repeats`.
-        seed: of the passages.
-
     Returns:
         Token ids (L), queries i (N) and keys j (N); N is 0 where the row is too short.
     """
@@ -148,9 +128,6 @@ class TextRows:
     masked models some of its tokens are hidden.
 
     Args:
-        texts: at least one.
-        tokenizer: of transformers.
-        length: tokens of a row, at most.
         task: of `Source`; ``seq2seq`` gets the text as ``decoder_input_ids`` too.
     """
 
@@ -169,11 +146,7 @@ class TextRows:
         """Yield inputs without end, in the order of a seed, another one in each round.
 
         Args:
-            batch: rows.
-            seed: of the order.
-            start: token that a decoder begins with.
             skip: batches to leave out: a run that was stopped after so many resumes with the same ones.
-            repeats: repeated passages, in rows of causal models; None: none.
         """
         positive_int("batch", batch)
         if batch > 1 and self.task != "causal" and self.tokenizer.pad_token_id is None:
@@ -208,8 +181,6 @@ class TextRows:
         """Count the texts that the first rows of some orders have used, each once.
 
         Args:
-            file: name of the texts' file.
-            available: texts that there were to choose from.
             draws: number of rows and seed of each order.
         """
         rows = {i for count, seed in draws for i in order(0, count, len(self.rows), seed)}
@@ -227,11 +198,7 @@ class TextsUsed:
     """Part of a file of texts that was used.
 
     Args:
-        file: its name.
-        texts: that were used, in part or whole.
-        available: that there were to choose from.
         windows: of joined texts that a causal model has read; None where each text is a row of its own.
-        window_length: tokens of a window.
     """
 
     file: str
@@ -252,14 +219,6 @@ def some_texts(
     texts: Sequence[str], tokenizer: Any, length: int, rows: int, seed: int, task: str
 ) -> tuple[list[str], int]:
     """Choose as many texts as it takes for a number of rows.
-
-    Args:
-        texts: to choose from.
-        tokenizer: of transformers.
-        length: tokens of a row.
-        rows: how many are wanted.
-        seed: of the order in which texts are taken.
-        task: of `Source`.
 
     Returns:
         The texts, and how many rows they make: fewer than wanted where all texts together make fewer.
@@ -293,12 +252,6 @@ def _windows(stream: list[int], length: int) -> list[Tensor]:
 
 def mask_tokens(ids: Tensor, tokenizer: Any, seed: int, share: float = MASKED) -> tuple[Tensor, Tensor]:
     """Hide some tokens behind the mask token, as masked models are trained.
-
-    Args:
-        ids: (B, L); special tokens are never hidden.
-        tokenizer: of transformers.
-        seed: of the choice.
-        share: of the tokens.
 
     Returns:
         The tokens (B, L), and which were hidden (B, L) bool.
@@ -344,11 +297,7 @@ def check_length(source: Source, length: int | None) -> int:
     """Check the length of texts for a model.
 
     Args:
-        source: the model.
         length: tokens; None: `LENGTH`, or fewer where the model has fewer positions.
-
-    Raises:
-        ValueError: the model has fewer positions.
     """
     limit = longest(source)
     if length is None:
@@ -359,11 +308,7 @@ def check_length(source: Source, length: int | None) -> int:
 
 
 def check_readable(source: Source, texts: Sequence[str]) -> None:
-    """Check that a model can read texts.
-
-    Raises:
-        ValueError: it has no tokenizer, one that knows not one token of the first texts, or one of another model.
-    """
+    """Check that a model can read texts."""
     if source.tokenizer is None:
         raise ValueError(
             f"{source.path} has no tokenizer (tokenizer.json, or vocab.txt for models like BERT), so that it cannot "
@@ -414,11 +359,6 @@ def read_labelled(path: Path, count: int, seed: int) -> tuple[list[str], list[in
 
     Args:
         path: each line that is not blank has ``text`` and an integer ``label`` of at least 0.
-        count: how many; fewer where there are fewer.
-        seed: of the order.
-
-    Raises:
-        ValueError: another kind of file, or a line without a text and a label.
     """
     if path.suffix != ".jsonl":
         raise ValueError(f"a probe needs 'text' and 'label' in each line of a .jsonl, got {path}.")

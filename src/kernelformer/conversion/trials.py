@@ -39,7 +39,6 @@ class Candidate:
         method: ``method:option=value:...`` without the following.
         size: number of features or landmarks; None where the method has none.
         window: 0 for none.
-        sinks: with a window alone.
         fitted: maps are fitted, see `Trials.fit`; else they are where `start_maps` puts them.
     """
 
@@ -87,7 +86,6 @@ def coarse_grid(*, causal: bool, length: int, first: str) -> list[Candidate]:
 
     Args:
         causal: only methods that attend token by token then, and 4 sinks instead of 1.
-        length: tokens of the texts; see `windows_for`.
         first: the attention that comes before all others, see `propose`; its window is at most the widest.
     """
     windows, sinks = windows_for(length), 4 if causal else 1
@@ -103,11 +101,7 @@ def coarse_grid(*, causal: bool, length: int, first: str) -> list[Candidate]:
 
 
 def windows_for(length: int) -> list[int]:
-    """Windows of at most a quarter of the length, so that half of a text is far; the smallest one in any case.
-
-    Raises:
-        ValueError: the text is not twice as long as the smallest one.
-    """
+    """Windows of at most a quarter of the length, so that half of a text is far; the smallest one in any case."""
     windows = [w for w in WINDOWS if 4 * w <= length] or [WINDOWS[0]]
     if 2 * WINDOWS[0] > length:
         raise ValueError(
@@ -118,13 +112,7 @@ def windows_for(length: int) -> list[int]:
 
 
 def neighbours(best: Iterable[Candidate], known: Iterable[Candidate], *, length: int) -> list[Candidate]:
-    """Candidates that differ from some good ones in their window or their size, and are not known yet.
-
-    Args:
-        best: in this order.
-        known: left out.
-        length: tokens of the texts; at most half as many features.
-    """
+    """Candidates that differ from some good ones in their window or their size, and are not known yet."""
     windows = windows_for(length)
     new: list[Candidate] = []
     for x in best:
@@ -145,9 +133,7 @@ class Errors:
     """Errors of an attention in each call of a pass, at the original's queries, keys and values.
 
     Args:
-        calls: name and number of each call.
         heads: ``|core - exact|_F / |exact|_F`` of the outputs of real tokens, of each call and head.
-        layers: the same of all heads of a call together.
         predicted: of the weights, by closed forms, of each call; None where there is none.
     """
 
@@ -167,10 +153,7 @@ class Trials:
     """A pretrained model, its attention on some texts, and a copy that is converted to one candidate after another.
 
     Args:
-        model: the original, which is left as it is.
-        measured: inputs on which candidates are measured.
         others: inputs on which maps are fitted and calibrated.
-        predicts: it is a causal language model, see `Reference`.
         looked: how many of the measured batches have their attentions looked at one by one.
     """
 
@@ -195,13 +178,7 @@ class Trials:
         layers: Sequence[int | str] | None = None,
         exact_heads: Mapping[int | str, Sequence[int]] | None = None,
     ) -> Iterator[Any]:
-        """Convert the copy for a block, calibrated and as it was fitted.
-
-        Args:
-            candidate: what to.
-            layers: see `convert`.
-            exact_heads: see `convert`.
-        """
+        """Convert the copy for a block, calibrated and as it was fitted."""
         convert(self.copy, candidate.name, layers, exact_heads=exact_heads, **candidate.options)
         try:
             self._prepare(candidate, whole=exact_heads is None)
@@ -225,11 +202,7 @@ class Trials:
 
     @torch.no_grad()
     def errors(self, candidate: Candidate) -> Errors:
-        """Errors of a candidate in each attention.
-
-        Raises:
-            ValueError: the model's attention cannot be converted to it.
-        """
+        """Errors of a candidate in each attention."""
         with self.converted(candidate) as student:
             inside = cores(student)
             sums: dict[tuple[str, int], CallErrors] = {}
@@ -251,12 +224,7 @@ class Trials:
         """Fit the maps of a candidate to the attention on the other texts, a text a step; see `attention_loss`.
 
         Args:
-            candidate: with maps that learn.
-            steps: at most.
             seconds: at most; the learning rate falls by a cosine of whichever is over first.
-
-        Returns:
-            The number of steps that were done.
         """
         with self.converted(candidate) as student, torch.enable_grad():
             inside = cores(student)
@@ -307,12 +275,6 @@ class LossFit:
 
     Errors of attentions that are small and independent add up in squares, so that b is near 2. What an error costs
     depends on its kind: noise of random features, the same in all tokens, costs more than what a window leaves out.
-
-    Args:
-        a: by group.
-        b: the same for all groups.
-        spread: standard deviation of what is left.
-        range: smallest and largest error that was measured, by group.
     """
 
     a: Mapping[str, float]
@@ -322,11 +284,7 @@ class LossFit:
 
     @classmethod
     def of(cls, points: Sequence[tuple[str, float, float]]) -> LossFit | None:
-        """Fit groups, errors and losses; None where they are too few for a slope and a spread.
-
-        Args:
-            points: at least 4; those that are not positive and finite do not count.
-        """
+        """Fit groups, errors and losses; None where they are too few for a slope and a spread."""
         groups: dict[str, list[tuple[float, float]]] = {}
         for group, error, loss in points:
             if 0 < error < math.inf and 0 < loss < math.inf:
@@ -393,10 +351,6 @@ class Shape:
     """Sizes of an attention to time.
 
     Args:
-        num_heads: H.
-        num_key_heads: G.
-        head_dim: D.
-        causal: whether a token sees earlier ones only.
         norm: of sqrt(scale) q and k; some landmarks take longer for long vectors.
     """
 
@@ -442,9 +396,6 @@ def time_curve(
     """Time one attention at lengths that rise, while there is time.
 
     Args:
-        core: to time.
-        shape: of its inputs.
-        lengths: ascending.
         seconds: in all; a length whose expected time is above what is left is not timed.
 
     Returns:

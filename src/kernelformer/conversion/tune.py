@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,22 +26,7 @@ from kernelformer.modules.calibration import evaluating
 Batch = Mapping[str, Tensor]
 
 
-class TeacherActivations:
-    """Inputs of an original's attentions, recorded batch by batch.
-
-    Args:
-        teacher: the original, in evaluation mode.
-        names: of the attentions to record.
-        autocast: the precision of its pass, such as ``torch.bfloat16``.
-    """
-
-    def __init__(self, teacher: PreTrainedModel, names: Iterable[str], autocast: torch.dtype | None = None) -> None:
-        self.teacher, self.names, self.autocast = teacher, set(names), autocast
-
-    def __call__(self, batch: Batch) -> list[AttentionCall]:
-        """Run the original on a batch; the calls, in their order."""
-        with torch.autocast(self.teacher.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            return attention_calls(self.teacher, batch, outputs=False, only=self.names)
+Record = Callable[[Batch], list[AttentionCall]]  # the calls of the original's attentions on a batch
 
 
 @dataclass(frozen=True)
@@ -50,10 +36,6 @@ class ReusePolicy:
     Batches come in blocks of ``block``: first each once, as the original is run on it; then again, ``times`` in all, in
     an order that the step's number gives. So a step costs a pass of the original only now and then, and a run that
     was stopped resumes by its number of steps alone.
-
-    Args:
-        block: batches that are kept at a time.
-        times: each of them serves.
     """
 
     block: int = 1
@@ -68,15 +50,10 @@ class ReusePolicy:
         blocks, rest = divmod(steps, self.block * self.times)
         return blocks * self.block + min(rest, self.block)
 
-    def steps(
-        self, watched: TeacherActivations, batches: Iterator[Batch], first: int, last: int
-    ) -> Iterator[StepBatch]:
+    def steps(self, watched: Record, batches: Iterator[Batch], first: int, last: int) -> Iterator[StepBatch]:
         """Yield what each step from ``first`` on works with; ``batches`` begin with `first_batch` of ``first``.
 
         Args:
-            watched: the original.
-            batches: inputs.
-            first: number of the first step.
             last: number of the step before which to end: no batch is taken that would not be used.
         """
         whole = self.block * self.times
@@ -99,15 +76,7 @@ class ReusePolicy:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """Recorded attention calls of one batch, as a step uses them.
-
-    Args:
-        step: its number, from 0.
-        calls: of the original's attentions on one batch.
-        seed: number of the batch.
-        turn: how often it has served before.
-        tokens: of the batch that are no padding.
-    """
+    """Recorded attention calls of one batch, as a step uses them."""
 
     step: int
     calls: list[AttentionCall]
@@ -134,12 +103,7 @@ Point = tuple[int, float, int, float]  # step, seconds, tokens, held-out loss
 
 @dataclass
 class Progress:
-    """Progress of a stage, from which a stopped run resumes exactly.
-
-    Args:
-        losses: of the steps so far.
-        saved: what `state` gave, to resume from.
-    """
+    """Progress of a stage, from which a stopped run resumes exactly."""
 
     losses: list[float] = field(default_factory=list)
     saved: dict[str, Any] | None = None
@@ -158,16 +122,8 @@ class Progress:
         """State to resume from, as tensors and plain values; None before the first run."""
         if self.optimizer is None:
             return self.saved
-        return {
-            "optimizer": self.optimizer.state_dict(),
-            "curve": self.curve,
-            "tokens": self.tokens,
-            "ended": self.ended,
-            "over": self.over,
-            "rates": self.rates,
-            "best": self.best,
-            "seconds": self.seconds,
-        }
+        own = {x: getattr(self, x) for x in ("curve", "tokens", "ended", "over", "rates", "best", "seconds")}
+        return {"optimizer": self.optimizer.state_dict(), **own}
 
     def start(self, optimizer: torch.optim.Optimizer) -> None:
         """Begin a run with this optimizer, from the state that was saved if there is one."""
@@ -196,12 +152,8 @@ class Stage:
     stays in the end.
 
     Args:
-        optimizer: of the trained tensors.
-        steps: at most.
         seconds: at most, if given; the schedule then follows the clock, of all runs together.
-        progress: to resume from.
         look: gives the loss of the held-out texts; None: there are none.
-        log: called after each step with its number and its loss.
     """
 
     def __init__(
@@ -308,11 +260,6 @@ def best_rate(
 ) -> tuple[float, dict[float, float]]:
     """Try rates one after the other, a few steps each, and put the tensors back after each.
 
-    Args:
-        tensors: that a trial changes.
-        rates: to try.
-        trial: trains with a rate and returns a held-out loss.
-
     Returns:
         The rate with the smallest loss, and all losses; one that is no number counts as infinite.
     """
@@ -400,7 +347,7 @@ def transfer(
             f"attention transfer fits what a map learns, and there is nothing to learn here ({methods}); use a learned "
             f"method such as 'loglinear', or fine-tune."
         )
-    watched, inside = TeacherActivations(teacher, own, autocast), cores(student)
+    watched, inside = partial(attention_calls, teacher, outputs=False, only=own, autocast=autocast), cores(student)
     parameters = [x for some in own.values() for x in some]
     options: dict[str, Any] = {"window_dropout": window_dropout}
     with evaluating(student, teacher):
@@ -454,17 +401,10 @@ def tune(
     Dropout is off, as it is in the original's pass.
 
     Args:
-        student: converted.
-        teacher: the same model, not converted.
-        batches: inputs of the models, without end.
-        steps: at most.
+        student: converted; the others are those of `transfer`.
         lr: of AdamW for the backbone, at its peak; 0 leaves it as it is.
         map_lr: for what maps learn.
-        seconds: at most, if given.
         autocast: the precision of the passes, such as ``torch.bfloat16``; weights and losses stay as they are.
-        progress: see `transfer`.
-        log: called after each step with its number and the loss.
-        held_out: held-out inputs, evaluated regularly; the weights of the best evaluation are kept.
 
     Returns:
         The loss, step by step.
@@ -534,8 +474,8 @@ def start_student(
     if not own:
         return {}
     with evaluating(teacher, student):
-        watched = TeacherActivations(teacher, own, autocast)
-        return start_maps(own, [watched(x) for x in batches])
+        how: dict[str, Any] = {"outputs": False, "only": own, "autocast": autocast}
+        return start_maps(own, [attention_calls(teacher, x, **how) for x in batches])
 
 
 @torch.no_grad()
@@ -550,11 +490,7 @@ def start_maps(cores: Mapping[str, AttentionCore], batches: Sequence[Sequence[At
     what the map is now: drawn, calibrated, or learned.
 
     Args:
-        cores: of a converted model, by name.
         batches: what the original's attentions saw; the last is held out to compare by, where there are several.
-
-    Returns:
-        Which start each map that could choose has taken.
     """
     fitted, held = batches[:-1] or batches, batches[-1]
     chosen = {}

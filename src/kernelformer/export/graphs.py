@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +31,7 @@ class Layout:
     """Structure of a state without its tensors.
 
     Args:
-        made_by: see `State`.
-        count: of its tensors.
         grows: whether it keeps every key; its tensors are keys, values and mask then.
-        parts: of heads of two kinds.
     """
 
     made_by: MadeBy
@@ -92,12 +89,34 @@ def past_length(layouts: Sequence[Layout], tensors: Sequence[Tensor]) -> int:
     return next((x.shape[axis] for x, axis in pairs if axis is not None), 1)
 
 
-class LayerPrompt(nn.Module):
+class StatefulGraph(nn.Module):
+    """Base of graphs that give a result, the next position and the tensors of states."""
+
+    result: ClassVar[str]
+
+    def __init__(self, layouts: Sequence[Layout] = ()) -> None:
+        super().__init__()
+        self.seen = Seen(list(layouts))
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """Structure of the states; of a prompt known after the first call."""
+        return self.seen.layouts
+
+    @property
+    def outputs(self) -> list[str]:
+        """Names of the outputs; of a prompt known after the first call."""
+        return [self.result, *(f"next_{x}" for x in state_names(self.layouts))]
+
+
+class LayerPrompt(StatefulGraph):
     """A causal layer on a prompt: (B, L, E) and a mask (B, L) -> (B, L, E), the next position, and the state's tensors.
 
     Args:
         layer: in evaluation mode.
     """
+
+    result = "y"
 
     def __init__(self, layer: KernelAttention) -> None:
         super().__init__()
@@ -106,18 +125,7 @@ class LayerPrompt(nn.Module):
                 "a layer with causal=False has no state; give it to torch.export.export itself, with dynamic_shapes."
             )
         self.layer = layer
-        self.seen = Seen()
         self.inputs = ["x", "key_mask"]
-
-    @property
-    def layouts(self) -> list[Layout]:
-        """Structure of the state, known after the first call."""
-        return self.seen.layouts
-
-    @property
-    def outputs(self) -> list[str]:
-        """Names of the outputs, known after the first call."""
-        return ["y", *(f"next_{x}" for x in state_names(self.layouts))]
 
     def forward(self, x: Tensor, key_mask: Tensor) -> tuple[Tensor, ...]:
         """Read a prompt."""
@@ -135,7 +143,7 @@ class LayerPrompt(nn.Module):
         return x, mask
 
 
-class LayerStep(nn.Module):
+class LayerStep(StatefulGraph):
     """A causal layer on one token: (B, 1, E), its position (B, 1) and the state -> the same as a `LayerPrompt` gives.
 
     Args:
@@ -143,11 +151,12 @@ class LayerStep(nn.Module):
         layouts: of the prompt.
     """
 
+    result = "y"
+
     def __init__(self, layer: KernelAttention, layouts: Sequence[Layout]) -> None:
-        super().__init__()
-        self.layer, self.layouts = layer, list(layouts)
-        self.inputs = ["x", *state_names(self.layouts)]
-        self.outputs = ["y", *(f"next_{x}" for x in state_names(self.layouts))]
+        super().__init__(layouts)
+        self.layer = layer
+        self.inputs = ["x", *state_names(layouts)]
 
     def forward(self, x: Tensor, position: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Decode one token."""
@@ -203,7 +212,7 @@ class Whole(nn.Module):
         return (ids, mask, torch.zeros_like(ids))[: len(self.inputs)]
 
 
-class Prompt(nn.Module):
+class Prompt(StatefulGraph):
     """A causal model on a prompt: tokens and mask (B, L) -> logits, positions, and the tensors of all states.
 
     Padding stands on the left, so that the last token is real.
@@ -214,21 +223,12 @@ class Prompt(nn.Module):
             vocabulary).
     """
 
+    result = "logits"
+
     def __init__(self, model: nn.Module, every: bool = False) -> None:
         super().__init__()
         self.model, self.every = model, every
-        self.seen = Seen()
         self.inputs = ["input_ids", "attention_mask"]
-
-    @property
-    def layouts(self) -> list[Layout]:
-        """Structure of the states of the layers, known after the first call."""
-        return self.seen.layouts
-
-    @property
-    def outputs(self) -> list[str]:
-        """Names of the outputs, known after the first call."""
-        return ["logits", *(f"next_{x}" for x in state_names(self.layouts))]
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
         """Read a prompt."""
@@ -246,7 +246,7 @@ class Prompt(nn.Module):
         return ids, mask
 
 
-class Step(nn.Module):
+class Step(StatefulGraph):
     """A causal model on one token: token (B, 1), its position (B, 1) and the states -> the same as a `Prompt` gives.
 
     Args:
@@ -254,11 +254,12 @@ class Step(nn.Module):
         layouts: of the prompt.
     """
 
+    result = "logits"
+
     def __init__(self, model: nn.Module, layouts: Sequence[Layout]) -> None:
-        super().__init__()
-        self.model, self.layouts = model, list(layouts)
-        self.inputs = ["input_ids", *state_names(self.layouts)]
-        self.outputs = ["logits", *(f"next_{x}" for x in state_names(self.layouts))]
+        super().__init__(layouts)
+        self.model = model
+        self.inputs = ["input_ids", *state_names(layouts)]
 
     def forward(self, input_ids: Tensor, position: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Decode one token."""

@@ -41,9 +41,6 @@ def write_script(folder: Path, vocabulary: int, longest: int | None, *, generate
     """Write a script that runs the graphs of a folder without torch.
 
     Args:
-        folder: of the graphs, with the model's tokenizer if it has one.
-        vocabulary: number of tokens; 256 without a tokenizer are bytes.
-        longest: tokens that the model has positions for; None where there is no end.
         generates: continue a text; else read one.
     """
     name = "generate.py" if generates else "run.py"
@@ -119,13 +116,8 @@ class Exported:
     """Record of an export.
 
     Args:
-        folder: of the files.
-        files: and their sizes in bytes.
-        kind: class of the model.
         longest: tokens that it has positions for; None where there is no end.
         grows: numbers of the layers whose state keeps every key.
-        differences: from torch, as shares of the largest output.
-        opset: of ONNX.
     """
 
     folder: Path
@@ -150,7 +142,6 @@ def export_folder(
         folder: of the model, or of the run.
         out: folder that does not exist yet; it is there when all is done and compared, or not at all.
         settings: default ones if None.
-        log: called with what is done.
 
     Raises:
         ValueError: no model, one that cannot be exported, which is said by name, or a graph that differs from torch.
@@ -219,11 +210,7 @@ def _finish(home: Path, part: Path, model: Any, result: tuple[Any, ...], generat
 
 
 def load_exportable(folder: Path) -> tuple[Path, Any]:
-    """The folder of a model and the model itself, in evaluation mode and float32.
-
-    Raises:
-        ValueError: no model, or one of a class that cannot be exported.
-    """
+    """The folder of a model and the model itself, in evaluation mode and float32."""
     home = model_folder(folder)
     record = read_json(home / CONFIG_NAME)
     kind = record.get("model_type") if isinstance(record, dict) else None

@@ -23,13 +23,7 @@ ONE_FILE = 1 << 30  # bytes of weights beyond which they stand beside their grap
 
 
 def save_onnx(program: ExportedProgram, module: Whole | Prompt | Step | LayerPrompt | LayerStep, path: Path) -> None:
-    """Write a graph as ONNX.
-
-    Args:
-        program: the graph.
-        module: that it was made from.
-        path: of the file.
-    """
+    """Write a graph as ONNX."""
     weights = sum(x.numel() * x.element_size() for x in program.state_dict.values())
     with quiet_exporter():
         made = torch.onnx.export(
@@ -80,13 +74,7 @@ TOLERANCE = 1e-3  # of the largest output; rounding through all layers of a mode
 
 @dataclass(frozen=True)
 class Differences:
-    """The largest differences of an exported model from torch, over the largest output.
-
-    Args:
-        sequences: of whole sequences or prompts, of several lengths and numbers of samples.
-        padded: the same, where some are padded.
-        steps: of one token after another; None where there is no such graph.
-    """
+    """The largest differences of an exported model from torch, over the largest output."""
 
     sequences: float
     padded: float
@@ -133,14 +121,7 @@ def lengths(longest: int | None) -> list[tuple[int, int]]:
 
 @torch.no_grad()
 def compare(modules: Mapping[str, Whole | Prompt | Step], folder: Path, longest: int | None, steps: int) -> Differences:
-    """Run the graphs in a folder and the model in torch on the same tokens.
-
-    Args:
-        modules: that the graphs were made from, by the names of their files.
-        folder: of the files.
-        longest: tokens that the model has positions for.
-        steps: to generate.
-    """
+    """Run the graphs in a folder and the model in torch on the same tokens."""
     (first, whole), *rest = modules.items()
     assert not isinstance(whole, Step)
     graph, plain, padded = _here(folder / first), list[float](), list[float]()

@@ -181,16 +181,8 @@ class FeatureMap(nn.Module):
             buffer = self.get_buffer(name)
             destination[prefix + name] = buffer if buffer.is_meta else x.to(buffer.device)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing: list[str],
-        unexpected: list[str],
-        errors: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        *_, errors = rest
         saved = state_dict.get(f"{prefix}settings")
         if isinstance(saved, Tensor) and not saved.is_meta:
             problem = _other_settings(prefix, saved, self.options)
@@ -199,7 +191,7 @@ class FeatureMap(nn.Module):
                 for name in [x for x in state_dict if x.startswith(prefix)]:
                     del state_dict[name]  # nor may a child of the map take its part
                 return
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
         # As loaded: a strict=False dict may have left the buffers as they were. Parts of a map load after it.
         FeatureMap.take_numbers(self)
 

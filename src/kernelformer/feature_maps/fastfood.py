@@ -106,7 +106,7 @@ class FastFoodMap(SpectralMap):
         sigma: width of the kernel at the start.
         transform: ``dense`` multiplies V out once per call and every row with it, O(M D), which is the faster one on a
             CPU for ordinary heads; ``fwht`` sends every row through the fast transform, O(M log d').
-        smoothing: s of RKS features, a number of at least 0 or ``noise``; see `spectral.spectral_spec`.
+        smoothing: s of RKS features, a number of at least 0 or ``noise``; see `spectral.SpectralMap`.
         per_head: a matrix of its own for each head.
 
     The others are those of `FeatureMap`.

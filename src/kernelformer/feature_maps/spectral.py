@@ -28,35 +28,13 @@ Smoothing = float | Literal["noise"]
 STARTS = ("identity", "xavier")  # of a mixture's covariances
 
 
-def spectral_spec(features: str, width: int, independent: int, smoothing: Smoothing, transform: Dense) -> Spec:
-    """Build the spec of RKS or PRF features.
-
-    Args:
-        features: ``rks`` or ``prf``.
-        width: M, the number of frequencies.
-        independent: how many of them are independent draws, m.
-        smoothing: s of RKS features; ``noise`` is 1 / sqrt(2m), the standard deviation of an estimated kernel entry far
-            from the diagonal: it keeps the contrast of the kernel and vanishes as m grows.
-        transform: x -> W x.
-    """
-    choice("features", features, ("rks", "prf"))
-    if features == "prf":
-        return ExponentialSpec(row=-1.0, constant=-0.5 * math.log(width), transform=transform)
-    if isinstance(smoothing, str):
-        choice("smoothing", smoothing, ("noise",))
-        smoothing = 1 / math.sqrt(2 * independent)
-    smoothing = number("smoothing", smoothing, at_least=0)
-    if smoothing > 1e6:
-        raise ValueError(f"smoothing must be at most 1e6, got {smoothing:g}: every key would weigh the same.")
-    return FourierSpec(row=0.0, amplitude=1 / math.sqrt(width), transform=transform, smoothing=smoothing)
-
-
 class SpectralMap(FeatureMap):
     """RKS or PRF features of frequencies that follow from parameters and the noise draw.
 
     Args:
         features: ``rks`` or ``prf``.
-        smoothing: s of RKS features, a number of at least 0 or ``noise``; see `spectral_spec`.
+        smoothing: s of RKS features, a number of at least 0; ``noise`` is 1 / sqrt(2m), the standard deviation of an
+            estimated kernel entry far from the diagonal: it keeps the contrast of the kernel and vanishes as m grows.
         width: number of frequencies, of which ``num_features`` are independent; None: all are.
         transform: x -> W x.
 
@@ -76,11 +54,17 @@ class SpectralMap(FeatureMap):
         transform: Dense = DENSE,
         **common: Any,
     ) -> None:
-        if not isinstance(smoothing, str):
-            smoothing = number("smoothing", smoothing, at_least=0)
-        own = {"features": features, **settings, **({"smoothing": smoothing} if features == "rks" else {})}
-        width = num_features if width is None else width
-        spec = spectral_spec(features, width, num_features, smoothing, transform)
+        choice("features", features, ("rks", "prf"))
+        if isinstance(smoothing, str):
+            choice("smoothing", smoothing, ("noise",))
+        elif number("smoothing", smoothing, at_least=0) > 1e6:
+            raise ValueError(f"smoothing must be at most 1e6, got {smoothing:g}: every key would weigh the same.")
+        own, width = {"features": features, **settings}, num_features if width is None else width
+        spec: Spec = ExponentialSpec(row=-1.0, constant=-0.5 * math.log(width), transform=transform)
+        if features == "rks":
+            own["smoothing"] = smoothing if isinstance(smoothing, str) else float(smoothing)
+            size = 1 / math.sqrt(2 * num_features) if isinstance(smoothing, str) else float(smoothing)
+            spec = FourierSpec(row=0.0, amplitude=1 / math.sqrt(width), transform=transform, smoothing=size)
         super().__init__(spec, num_features=num_features, settings=own, **common)
 
     def _draws(self, draw: int) -> dict[str, Tensor]:
@@ -110,7 +94,7 @@ class MixtureMap(SpectralMap):
         covariance: ``full`` or ``diagonal``; the paper: full for RKS, diagonal for PRF.
         start: first covariances: ``identity``, or ``xavier`` as above, which learns from there as from anywhere.
         mean_std: standard deviation of the first means; None: 0.01, with ``xavier`` uniform in +-1/sqrt(fan in).
-        smoothing: s of RKS features, a number of at least 0 or ``noise``; see `spectral_spec`.
+        smoothing: s of RKS features, a number of at least 0 or ``noise``; see `SpectralMap`.
         per_head: parameters and noise of its own for each head.
 
     The others are those of `FeatureMap`.
@@ -243,7 +227,7 @@ class GenerativeMap(SpectralMap):
         features: ``rks`` or ``prf``.
         width: of the generator's hidden layers, default head_dim.
         depth: number of hidden layers.
-        smoothing: s of RKS features, a number of at least 0 or ``noise``; see `spectral_spec`.
+        smoothing: s of RKS features, a number of at least 0 or ``noise``; see `SpectralMap`.
         per_head: noise of its own for each head.
 
     The others are those of `FeatureMap`.

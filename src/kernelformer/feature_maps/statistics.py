@@ -146,18 +146,10 @@ class Statistics(nn.Module):
                 self._buffers[name] = x.to(after.device)
         return self
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing: list[str],
-        unexpected: list[str],
-        errors: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        *_, errors = rest
         before = self.moments.clone()
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
         try:
             self.refresh()
         except ValueError as problem:

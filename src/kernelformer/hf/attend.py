@@ -38,19 +38,10 @@ def attend_eagerly(
     """Attend by the eager function that stands beside the module's class, with the model's own soft caps and sinks.
 
     Args:
-        module: an attention of transformers.
-        query: (B, H, L, D).
-        key: (B, G, S, D).
-        value: (B, G, S, E).
         mask: (B or 1, 1, 1 or L, S), bool or added to the logits; None: all keys, or those so far.
-        is_causal: where there is no mask to say it.
-        options: of the call.
 
     Returns:
         (B, L, H, E) and the weights (B, H, L, S).
-
-    Raises:
-        ValueError: there is no such function.
     """
     files = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)
     attend = next((getattr(x, _EAGER) for x in files if hasattr(x, _EAGER)), None)
@@ -77,11 +68,7 @@ def is_plain(mask_function: Callable[..., Any]) -> bool:
 
 @dataclass(frozen=True)
 class PatternMask:
-    """A mask of transformers that is not formed: L x S numbers would be the square of the length.
-
-    Args:
-        options: what transformers asks its mask functions for: lengths, offsets, the pattern, padding.
-    """
+    """A mask of transformers that is not formed: L x S numbers would be the square of the length."""
 
     options: dict[str, Any]
 
@@ -196,9 +183,6 @@ def read_mask(mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool) 
     Args:
         mask: of `make_mask`; or (B, 1, 1 or L, S) of the caller's own, bool or added to the logits, as long as it hides
             whole keys, or keys and the future.
-        query: (B, H, L, D).
-        key: (B, G, S, D).
-        is_causal: where there is no mask to say it.
     """
     if mask is None:
         return None, is_causal
@@ -337,17 +321,9 @@ def attend(
     kind of module, not at every step, unless its filters say otherwise.
 
     Args:
-        core: for this module.
-        module: the attention module.
         query: (B, H, L, D).
         key: (B, G, S, D), after the cache.
         value: (B, G, S, E).
-        attention_mask: see `read_mask`.
-        dropout: of the weights.
-        scaling: of the product q . k; the core was built with it.
-        is_causal: default: what the module says.
-        position_bias: see `bias_table`.
-        keywords: checked by `check_keywords`.
 
     Returns:
         (B, L, H, E), and the weights (B, H, L, S) where ``output_attentions`` asks for them.
@@ -375,15 +351,22 @@ def attend(
             raise ValueError("output_attentions needs all keys at once; call the model with use_cache=False.")
         weights = core.attention_matrix(query, key, is_causal=causal, key_mask=key_mask, **extra)
     if layer is not None and layer.cross:
-        out = _recall(core, layer, query, key, value, key_mask, table)
+        if table is not None:
+            raise ValueError(
+                "cross-attention with a relative bias cannot be cached; call the model with use_cache=False."
+            )
+        if layer.memory is None:
+            layer.remember(core.remember(key, value, key_mask=key_mask), key)
+        assert layer.memory is not None
+        out = core.recall(query, layer.memory)
     elif layer is not None:
         if not causal:
             raise ValueError("a StateCache is for causal attention; call this model without past_key_values.")
         if position_bias is not None and position_bias.dim() == 4 and table is not None:
             raise ValueError("a StateCache with a relative bias is for converted models; use a DynamicCache.")
-        out = _stream(core, layer, query, key, value, key_mask, extra)
+        out = _stream(core, layer, (query, key, value), key_mask, extra)
     elif after:
-        out = _after_kept(core, query, key, value, key_mask, extra)
+        out = _after_kept(core, (query, key, value), key_mask, extra)
     else:
         out = core(query, key, value, is_causal=causal, key_mask=key_mask, **extra)
     return out.transpose(1, 2), weights
@@ -395,52 +378,29 @@ def wants_weights(keywords: dict[str, Any]) -> bool:
     return bool(keywords.get("output_attentions")) or any(x.endswith("attentions") for x in collected)
 
 
+Tokens = tuple[Tensor, Tensor, Tensor]  # queries, keys and values
+
+
 def _stream(
-    core: AttentionCore,
-    layer: StateLayer,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_mask: Tensor | None,
-    extra: dict[str, Any],
+    core: AttentionCore, layer: StateLayer, tokens: Tokens, key_mask: Tensor | None, extra: dict[str, Any]
 ) -> Tensor:
     """Attend from these tokens, after those that the cache has seen."""
-    L = query.shape[2]
+    L = tokens[0].shape[2]
     if key_mask is not None:
         key_mask = _keys(key_mask[:, -L:])
     if L == 1 and layer.state is not None:
         bias = extra.get("bias")
         near = None if bias is None else bias.flip(1)
-        out, layer.state = core.step(query, key, value, layer.state, bias=near, key_mask=key_mask)
+        out, layer.state = core.step(*tokens, layer.state, bias=near, key_mask=key_mask)
         return out
-    out, layer.state = core(
-        query, key, value, is_causal=True, key_mask=key_mask, state=layer.state, return_state=True, **extra
-    )
+    resumed = {"is_causal": True, "state": layer.state, "return_state": True}
+    out, layer.state = core(*tokens, key_mask=key_mask, **resumed, **extra)
     return out  # type: ignore[no-any-return]
 
 
-def _recall(
-    core: AttentionCore,
-    layer: StateLayer,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_mask: Tensor | None,
-    table: Tensor | None,
-) -> Tensor:
-    """Attend to a context that is taken in once and kept as a memory."""
-    if table is not None:
-        raise ValueError("cross-attention with a relative bias cannot be cached; call the model with use_cache=False.")
-    if layer.memory is None:
-        layer.remember(core.remember(key, value, key_mask=key_mask), key)
-    assert layer.memory is not None
-    return core.recall(query, layer.memory)
-
-
-def _after_kept(
-    core: AttentionCore, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, extra: dict[str, Any]
-) -> Tensor:
+def _after_kept(core: AttentionCore, tokens: Tokens, key_mask: Tensor | None, extra: dict[str, Any]) -> Tensor:
     """Attend from the last L tokens of S, with a cache that keeps all keys: the first S - L make a state."""
+    query, key, value = tokens
     L, past = query.shape[2], key.shape[2] - query.shape[2]
     if past < 0:
         raise ValueError(f"causal attention of {L} queries over {past + L} keys: there is a key for each query.")
@@ -455,19 +415,11 @@ def _after_kept(
         before["bias"] = F.pad(table[:, L : L + past], (0, past - 1))
     first, last = slice(None, past), slice(past, None)
     masks = (None, None) if key_mask is None else (key_mask[:, first], key_mask[:, last])
-    dummy_query = query.new_zeros(*query.shape[:2], past, query.shape[3])
-    _, state = core(
-        dummy_query,
-        key[:, :, first],
-        value[:, :, first],
-        is_causal=True,
-        key_mask=masks[0],
-        return_state=True,
-        **before,
-    )
-    return core(  # type: ignore[no-any-return]
-        query, key[:, :, last], value[:, :, last], is_causal=True, key_mask=masks[1], state=state, **extra
-    )
+    nothing = query.new_zeros(*query.shape[:2], past, query.shape[3])
+    how: dict[str, Any] = {"is_causal": True, "return_state": True, "key_mask": masks[0], **before}
+    _, state = core(nothing, key[:, :, first], value[:, :, first], **how)
+    how = {"is_causal": True, "state": state, "key_mask": masks[1], **extra}
+    return core(query, key[:, :, last], value[:, :, last], **how)  # type: ignore[no-any-return]
 
 
 _PATTERN = "_kernelformer_pattern"  # attribute of masks of tried models that are a window, chunks or packed rows
@@ -517,11 +469,7 @@ def make_mixed_mask(
 
 
 class KeptAttention(nn.Module):
-    """Placeholder for a core where the attention stays as it was, with the model's own mask and keys.
-
-    Args:
-        reason: why it cannot be replaced.
-    """
+    """Placeholder for a core where the attention stays as it was, with the model's own mask and keys."""
 
     def __init__(self, reason: str) -> None:
         super().__init__()
@@ -552,7 +500,7 @@ class KeptAttention(nn.Module):
         causal, weights = causal_without_mask(module, options.pop("is_causal", None)), wants_weights(options)
         if isinstance(mask, PatternMask):
             if mask.reach is not None and query.shape[2] > max(_BLOCK, mask.reach) and not weights:
-                return _attend_by_blocks(module, query, key, value, mask, causal, options), None
+                return _attend_by_blocks(module, (query, key, value), mask, causal, options), None
             mask = mask.whole(query.device)
         elif mask is not None and mask.dim() == 2:
             mask = _pairs(mask, query, key)
@@ -561,16 +509,11 @@ class KeptAttention(nn.Module):
 
 
 def _attend_by_blocks(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: PatternMask,
-    causal: bool,
-    options: dict[str, Any],
+    module: nn.Module, tokens: Tokens, mask: PatternMask, causal: bool, options: dict[str, Any]
 ) -> Tensor:
     """Attend from a block of queries at a time to the keys within its reach, (B, L, H, E)."""
     assert mask.reach is not None
+    query, key, value = tokens
     size, parts = max(_BLOCK, mask.reach), []
     for start in range(0, query.shape[2], size):
         end = min(query.shape[2], start + size)

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderC
 from kernelformer.cache import StateCache, StateLayer
 from kernelformer.feature_maps.pivots import without_landmark_warnings
 from kernelformer.hf.adapters import family_of, restore_bias, tabulate_bias
-from kernelformer.hf.adapters.base import Way, derive, underive
+from kernelformer.hf.adapters.base import derive, underive
 from kernelformer.hf.adapters.multihead import KernelMultiheadAttention
 from kernelformer.hf.attend import CONVERTED, CORE, CROSS, MIXED, KeptAttention, register_converted
 from kernelformer.hf.find import Attention, find_attentions, held_configs, run
@@ -34,37 +34,19 @@ from kernelformer.modules.spec import (
 EXACT = "softmax"
 
 
-@dataclass(frozen=True)
-class Layer:
+@dataclass(frozen=True, kw_only=True)
+class Layer(Attention):
     """Plan for one attention, or the record of what was done to it.
 
     Args:
-        name: of the module.
-        way: see `Attention`.
-        num_heads: H.
-        head_dim: D.
-        scale: of the model.
-        causal: whether it is.
         method: `EXACT` where it was kept, by choice or for a reason.
-        options: of the method.
         exact_heads: those that attend exactly in a layer that was replaced.
         calls: in one pass, when the conversion was verified; 0: not verified.
-        cross: whether its keys are those of other tokens than its queries.
-        reason: why it could not be replaced and stays as the model has it; "" for all others.
     """
 
-    name: str
-    way: Way
-    num_heads: int
-    head_dim: int
-    scale: float
-    causal: bool
     method: str
     options: dict[str, Any] = field(default_factory=dict)
     exact_heads: tuple[int, ...] = ()
-    calls: int = 0
-    cross: bool = False
-    reason: str = ""
 
     @property
     def replaced(self) -> bool:
@@ -103,9 +85,9 @@ class Conversion:
         return all(x.calls for x in self.layers)
 
     def as_json(self) -> list[dict[str, Any]]:
-        """The plan as plain values; ``reason`` only where there is one."""
+        """The plan as plain values; what says nothing is left out."""
         rows = [{**asdict(x), "exact_heads": list(x.exact_heads)} for x in self.layers]
-        return [{name: x for name, x in row.items() if name != "reason" or x} for row in rows]
+        return [{name: x for name, x in row.items() if name not in ("reason", "num_key_heads") or x} for row in rows]
 
     @classmethod
     def from_json(cls, rows: Sequence[Mapping[str, Any]]) -> Conversion:
@@ -124,11 +106,7 @@ class Conversion:
 
 
 def check_kept(what: str, converted: int, kept: int) -> None:
-    """Check that some attentions or heads are left to be linear.
-
-    Raises:
-        ValueError: all of them, or more than there are, would be kept exact.
-    """
+    """Check that some attentions or heads are left to be linear."""
     if not 0 <= kept < converted:
         raise ValueError(
             f"{converted} {what} were converted, so that at most {max(0, converted - 1)} can be kept exact, got "
@@ -147,16 +125,8 @@ def make_plan(
     """Make the plan that `convert` was asked for, attention by attention.
 
     Args:
-        attentions: of a model.
-        method: see `convert`, also for the next three.
         layers: None: all that can be replaced; of patterns, too.
-        exact_heads: by attention.
-        options: of the method.
         longest: tokens that the model takes; for methods that have a ``max_length``.
-
-    Raises:
-        ValueError: an option, an attention or a head that is not there, an option of exact attention, or an attention
-            that cannot be replaced.
     """
     settings = resolve_options(method, options)
     if method == EXACT and settings:
@@ -178,11 +148,7 @@ def make_plan(
 
 
 def _select(attentions: Sequence[Attention], layers: Sequence[int | str] | int | str | None) -> set[int]:
-    """The numbers of the attentions that are meant and can be replaced.
-
-    Raises:
-        ValueError: a number or a name means one that is kept, or a pattern means no other.
-    """
+    """The numbers of the attentions that are meant and can be replaced."""
     names, chosen = [x.name for x in attentions], set[int]()
     several = isinstance(layers, Iterable) and not isinstance(layers, str)
     for wanted in [[x] for x in layers] if several else [layers]:  # type: ignore[union-attr]
@@ -206,11 +172,8 @@ def _layer(attention: Attention, method: str, heads: tuple[int, ...], options: M
     """
     if attention.cross:
         method, options = cross_options(method, options)
-    copied = ("name", "way", "num_heads", "head_dim", "scale", "causal", "cross")
-    own: dict[str, Any] = {x: getattr(attention, x) for x in copied}
-    if attention.reason:
-        return Layer(**own, method=EXACT, reason=attention.reason)
-    if method == EXACT or len(heads) == attention.num_heads:
+    own = {**vars(attention), "calls": 0, "num_key_heads": None}
+    if attention.reason or method == EXACT or len(heads) == attention.num_heads:
         return Layer(**own, method=EXACT)
     settings = dict(options)
     if heads and "num_key_heads" in settings:
@@ -251,14 +214,7 @@ class ConvertedModel:
         _check_cache(self, options.get("past_key_values"))
         return super().__call__(*args, **options)  # type: ignore[misc]
 
-    def _prepare_cache_for_generation(
-        self,
-        generation_config: Any,
-        model_kwargs: dict[str, Any],
-        generation_mode: Any,
-        batch_size: int,
-        max_cache_length: int,
-    ) -> None:
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *_: Any) -> None:
         """Give `generate` a cache of states instead of keys and values."""
         kind = generation_config.cache_implementation
         if kind is not None:
@@ -417,11 +373,7 @@ def convert(
 
 
 def apply(model: nn.Module, plan: Conversion) -> None:
-    """Put the cores of a plan into a model; all are built before the first is put there.
-
-    Raises:
-        ValueError: a method cannot do what an attention needs.
-    """
+    """Put the cores of a plan into a model; all are built before the first is put there."""
     modules = [model.get_submodule(x.name) for x in plan.layers]
     built = [_build(module, layer, i) for i, (module, layer) in enumerate(zip(modules, plan.layers, strict=True))]
     register_converted()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -42,13 +42,8 @@ class Attention:
     """One attention of a model.
 
     Args:
-        name: of the module, as `named_modules` has it.
         way: how its computation is replaced: through transformers' `AttentionInterface`, by an adapter of ours, or as a
             `torch.nn.MultiheadAttention`; "own" where it cannot be.
-        num_heads: H.
-        head_dim: D.
-        scale: of the product q . k.
-        causal: whether it was causal when the model was tried.
         calls: in one pass; several where layers share their weights, 0 if the model was not tried.
         cross: whether its keys were those of other tokens than its queries.
         num_key_heads: G, fewer than H for grouped queries; None if the model was not tried.
@@ -69,33 +64,30 @@ class Attention:
 
 @dataclass
 class Probe:
-    """Attention that records its sizes and counts its calls, module by module."""
+    """Sizes and number of calls of the attentions that are heard, by module."""
 
     seen: dict[int, Attention] = field(default_factory=dict)
     calls: Counter[int] = field(default_factory=Counter)
 
-    def __call__(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
-    ) -> Any:
-        """Attend exactly, and record sizes, scale and mask."""
+    def hear(self, call: AttentionCall) -> None:
+        """Note sizes, scale and mask, and count the call."""
+        module, mask, options, key = call.module, call.mask, call.options, id(call.module)
         known = (*ARGUMENTS, *KEPT_KEYWORDS)
         check_keywords({name: x for name, x in options.items() if name not in known}, "kernel attention", module)
-        self.calls[id(module)] += 1
-        if id(module) not in self.seen:
-            scale, reason = options.get("scaling"), reason_to_keep(options, mask)
-            causal = causal_without_mask(module, options.get("is_causal"))
-            self.seen[id(module)] = Attention(
-                "",
+        self.calls[key] += 1
+        if key not in self.seen:
+            reason = reason_to_keep(options, mask)
+            self.seen[key] = Attention(
+                call.name,
                 "interface",
-                query.shape[1],
-                query.shape[3],
-                query.shape[3] ** -0.5 if scale is None else float(scale),
-                is_causal(module, mask, options) if reason else read_mask(mask, query, key, causal)[1],
-                cross=query.shape[2] != key.shape[2],
-                num_key_heads=key.shape[1],
+                call.query.shape[1],
+                call.query.shape[3],
+                call.scale,
+                is_causal(module, mask, options) if reason else call.visible()[1],
+                cross=call.query.shape[2] != call.key.shape[2],
+                num_key_heads=call.key.shape[1],
                 reason=reason,
             )
-        return attend_exactly(module, query, key, value, mask, **options)
 
 
 def candidates(model: nn.Module) -> dict[str, nn.Module]:
@@ -130,7 +122,6 @@ def find_attentions(model: nn.Module, inputs: Mapping[str, Any] | None = None) -
     with what; a plain PyTorch model is run where ``inputs`` are given. Those that cannot be replaced say why.
 
     Args:
-        model: any module.
         inputs: keyword arguments of a call; default: made from the configuration.
 
     Raises:
@@ -175,7 +166,7 @@ def _describe(name: str, module: nn.Module, probe: Probe) -> Attention | None:
     if family.way != "interface":
         heads, dim = family.sizes(module)
         return Attention(name, family.way, heads, dim, dim**-0.5, False, calls, reason=family.reason_to_keep(module))
-    return None if seen is None else replace(seen, name=name, calls=calls)
+    return None if seen is None else replace(seen, calls=calls)
 
 
 def _refuse(model: nn.Module, uncovered: list[str], idle: list[Attention]) -> None:
@@ -219,11 +210,7 @@ def run(model: nn.Module, inputs: Mapping[str, Any] | None) -> None:
 
 
 def try_inputs(model: nn.Module) -> dict[str, Tensor]:
-    """Make up inputs for a model by its configuration: a few tokens, or an image.
-
-    Raises:
-        ValueError: neither fits the model.
-    """
+    """Make up inputs for a model by its configuration: a few tokens, or an image."""
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"{type(model).__name__} is not a model of transformers; say what to call it with by inputs=.")
     config, device, kind = model.config, model.device, model.main_input_name
@@ -255,9 +242,7 @@ def probing(model: PreTrainedModel, probe: Any, mask: Any = sdpa_mask) -> Iterat
     """Send the attention of a model through ``probe`` for a block.
 
     Args:
-        model: of transformers.
         probe: (module, query, key, value, mask, **options) -> (out (B, L, H, E), weights or None).
-        mask: a function for transformers' `AttentionMaskInterface`.
     """
     AttentionInterface.register(PROBE, probe)
     AttentionMaskInterface.register(PROBE, mask)
@@ -292,7 +277,7 @@ def _watching(model: nn.Module, probe: Probe) -> Iterator[None]:
     unseen = (x for x in model.modules() if family_of(x).way in ("multihead", "own"))  # by an interface
     handles = [x.register_forward_pre_hook(note) for x in unseen]
     try:
-        with probing(model, probe, whole_mask) if isinstance(model, PreTrainedModel) else nullcontext():
+        with hearing(model, probe.hear, whole_mask) if isinstance(model, PreTrainedModel) else nullcontext():
             yield
     finally:
         for handle in handles:
@@ -304,14 +289,8 @@ class AttentionCall:
     """One call of an attention in a pass of a model: what it was given and what it returned.
 
     Args:
-        name: of the attention, as `named_modules` has it.
         call: number of the call in the pass; above 0 where layers share their weights.
-        module: the attention.
-        query: (B, H, L, D).
-        key: (B, G, S, D).
-        value: (B, G, S, E).
         mask: as transformers made it; see `read_mask`.
-        options: keywords of the call.
         output: (B, L, H, E); None where it was not kept.
     """
 
@@ -358,39 +337,50 @@ class AttentionCall:
         return attend(core, self.module, self.query, self.key, self.value, self.mask, **self.options)[0]
 
 
+@contextmanager
+def hearing(model: PreTrainedModel, hear: Callable[[AttentionCall], None], mask: Any = sdpa_mask) -> Iterator[None]:
+    """Call ``hear`` with every call of an attention in a block, which is one pass of the model; see `probing`."""
+    names = {id(module): name for name, module in model.named_modules()}
+    counts: Counter[str] = Counter()
+
+    def record(module: Any, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, **options: Any) -> Any:
+        name = names[id(module)]
+        exact = attend_exactly(module, query, key, value, seen, **options)
+        hear(AttentionCall(name, counts[name], module, query, key, value, seen, options, exact[0]))
+        counts[name] += 1
+        return exact
+
+    with probing(model, record, mask):
+        yield
+
+
 @torch.no_grad()
 def attention_calls(
-    model: Any, inputs: Mapping[str, Tensor], *, outputs: bool = True, only: Collection[str] | None = None
+    model: Any,
+    inputs: Mapping[str, Tensor],
+    *,
+    outputs: bool = True,
+    only: Collection[str] | None = None,
+    autocast: torch.dtype | None = None,
 ) -> list[AttentionCall]:
     """Record the attentions of one pass, in the order of the calls; the model is left as it was.
 
     Args:
-        model: of transformers.
-        inputs: of the model, padded where its texts differ in length.
-        outputs: keep what attentions returned, too.
         only: names of attentions to record; None: all.
-
-    Raises:
-        ValueError: the model does not attend through transformers' AttentionInterface.
+        autocast: the precision of the pass, such as ``torch.bfloat16``.
     """
-    names = {id(module): name for name, module in model.named_modules()}
-    counts: Counter[str] = Counter()
     calls: list[AttentionCall] = []
 
-    def record(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:
-        name = names[id(module)]
-        exact = attend_exactly(module, query, key, value, mask, **options)
-        if only is None or name in only:
-            kept = exact[0] if outputs else None
-            calls.append(AttentionCall(name, counts[name], module, query, key, value, mask, options, kept))
-            counts[name] += 1
-        return exact
+    def record(call: AttentionCall) -> None:
+        if only is None or call.name in only:
+            calls.append(call if outputs else replace(call, output=None))
 
     # Logits over a vocabulary can cost as much as all layers: a body that holds all attentions runs alone.
-    body, wanted = model.base_model, set(names.values()) if only is None else set(only)
-    inside = {names[id(x)] for x in body.modules()}
-    heads_attend = any("attention" in type(model.get_submodule(x)).__name__.lower() for x in wanted - inside)
-    with evaluating(model), probing(model, record):
+    body, named = model.base_model, dict(model.named_modules())
+    inside, wanted = set(body.modules()), named if only is None else only
+    heads_attend = any("attention" in type(named[x]).__name__.lower() for x in wanted if named[x] not in inside)
+    precision = torch.autocast(model.device.type, dtype=autocast, enabled=autocast is not None)
+    with evaluating(model), hearing(model, record), precision:
         (model if heads_attend else body)(**inputs)
     if not calls:
         raise ValueError(

@@ -41,11 +41,7 @@ from kernelformer.weight_headers import check_local, check_shapes, check_sizes, 
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Read the configuration of a converted model; only its type is checked, see `check_record`.
-
-    Raises:
-        ValueError: there is none, it is not JSON, or it is of another model.
-    """
+    """Read the configuration of a converted model; only its type is checked, see `check_record`."""
     path = folder / CONFIG
     if not path.is_file():
         raise ValueError(f"{folder} is not the folder of a model: there is no {CONFIG} in it.")
@@ -63,11 +59,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def check_record(record: Mapping[str, Any], folder: Path) -> None:
-    """Check that this version can load a folder.
-
-    Raises:
-        ValueError: another layout, parts that are missing, or a model that transformers does not have.
-    """
+    """Check that this version can load a folder."""
     problem = _problem(record)
     if problem:
         raise ValueError(f"{folder / CONFIG}: {problem}")
@@ -145,12 +137,7 @@ def load_weights(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None
     """Give a converted model the weights of its folder.
 
     Args:
-        model: built as the folder's configuration says.
-        folder: with safetensors.
         dtype: of the model, see `kernelformer.hf.load`; None: as they were saved.
-
-    Raises:
-        ValueError: they cannot be read, or do not fit.
     """
     with _reading_weights(folder):
         # Copies: a file's tensors lie anywhere in memory, and sums come out otherwise where they are not aligned.
@@ -258,11 +245,8 @@ class Source:
     """A pretrained model and what belongs to it.
 
     Args:
-        model: of transformers, in evaluation mode.
         tokenizer: None where the folder has none.
-        path: as it was given.
         task: one of `TASKS` but not ``auto``: how inputs for it are made.
-        remarks: what a user should know of the way it was read.
     """
 
     model: Any
@@ -312,23 +296,12 @@ def load_source(path: str | Path, *, task: str = "auto", allow_pickle: bool = Fa
 
 
 def load_config(path: str | Path) -> PretrainedConfig:
-    """Load the configuration of a pretrained model, with the checks of `load_source`.
-
-    Args:
-        path: of a folder of transformers, or a name on the hub.
-
-    Raises:
-        ValueError: not a model, or converted already.
-    """
+    """Load the configuration of a pretrained model, with the checks of `load_source`."""
     return _read_config(path, _check_path(path), "configuration")
 
 
 def _check_path(path: str | Path) -> dict[str, Any]:
-    """Options by which transformers reads a folder, or a name on the hub.
-
-    Raises:
-        ValueError: neither, or a folder that is not of a pretrained model.
-    """
+    """Options by which transformers reads a folder, or a name on the hub."""
     folder = Path(path)
     if folder.is_file():
         raise ValueError(f"{path} is a file and not a .gguf; give the folder of a model, or a name on the hub.")
@@ -403,11 +376,7 @@ def auto_classes(architecture: str) -> list[str]:
 
 
 def _one_device(device_map: Any) -> torch.device | None:
-    """Read the device that a ``device_map`` gives to a whole model.
-
-    Raises:
-        ValueError: it is for several, or leaves the choice.
-    """
+    """Read the device that a ``device_map`` gives to a whole model."""
     place = device_map[""] if isinstance(device_map, dict) and [*device_map] == [""] else device_map
     try:
         return None if place is None else torch.device(place)

@@ -49,11 +49,7 @@ def hub_problem() -> str | None:
 
 
 def hub_options(name: str) -> dict[str, Any]:
-    """Options for reading a model by its name on the hub: from the cache alone where the hub cannot be asked.
-
-    Raises:
-        ValueError: the hub cannot be asked, and the cache has no such model.
-    """
+    """Options for reading a model by its name on the hub: from the cache alone where the hub cannot be asked."""
     from huggingface_hub import try_to_load_from_cache
 
     problem = hub_problem()
@@ -68,11 +64,7 @@ def hub_options(name: str) -> dict[str, Any]:
 
 
 def check_folder(folder: Path) -> None:
-    """Check that a folder holds a model of transformers which was not converted yet.
-
-    Raises:
-        ValueError: it does not, or its configuration asks for more than the limits or for parts on the hub.
-    """
+    """Check that a folder holds a model of transformers which was not converted yet."""
     check_contained(folder)
     path = folder / "config.json"
     if not path.is_file():
@@ -112,12 +104,7 @@ def has_safe_weights(folder: Path, allow_pickle: bool) -> bool:
 
 
 def model_classes(config: Any, task: str) -> list[Any]:
-    """List the classes that a folder's model may be of, the best guess first.
-
-    Args:
-        config: of the folder.
-        task: of `TASKS`; ``auto``: what the configuration names comes first.
-    """
+    """List the classes that a folder's model may be of, the best guess first."""
     maps = {
         "masked": transformers.MODEL_FOR_MASKED_LM_MAPPING,
         "causal": transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -145,15 +132,7 @@ def first_complete(path: object, kinds: Sequence[Any], load: _Load) -> tuple[Any
     """Load the first class for which no weight is left random.
 
     Args:
-        path: of the folder, for messages.
-        kinds: classes to try, in this order.
         load: (class, **options) -> the model, and transformers' ``loading_info``.
-
-    Returns:
-        The model, and remarks for the user: weights that it does not use, and a class that is not the first.
-
-    Raises:
-        ValueError: each class lacks some weight.
     """
     misses = []
     for kind in kinds:
@@ -220,10 +199,6 @@ def load_tokenizer(path: str | Path, **options: Any) -> Any:
     """Load the tokenizer of a folder or of a name on the hub; None where there is none.
 
     Where a folder has ``vocab.txt`` alone, it is made by `tokenizer_of_vocabulary`.
-
-    Args:
-        path: of the folder, or the name.
-        options: of transformers' `AutoTokenizer`.
     """
     folder = Path(path)
     vocabulary = folder / "vocab.txt"
@@ -307,11 +282,7 @@ def gguf_file(path: Path) -> Path | None:
 
 
 def load_gguf(file: Path, task: str) -> tuple[Any, list[str]]:
-    """Load the model of a ``.gguf`` file in float32, in evaluation mode, and remarks for the user.
-
-    Raises:
-        ValueError: the package gguf is missing, or weights are.
-    """
+    """Load the model of a ``.gguf`` file in float32, in evaluation mode, and remarks for the user."""
     if importlib.util.find_spec("gguf") is None:
         raise ValueError(f"{file} needs the package gguf, which is not installed: pip install 'kernelformer[gguf]'")
     if task not in ("auto", "causal"):

@@ -37,10 +37,6 @@ class ConvertedConfig(PretrainedConfig):
     """Configuration of a converted model: that of the original, and what was done to it.
 
     Args:
-        source: the original's configuration, as a dict.
-        architecture: name of the original's class in transformers.
-        conversion: see `Conversion.as_json`.
-        format: number of this layout.
         pooler: False for one that was made without its pooling layer.
         source_type: the original's model_type; default: what ``source`` says. It stands apart because transformers
             takes any part of a configuration that names the type of a class for that class's own, and would load the

@@ -142,14 +142,7 @@ class KernelformerPreTrainedModel(PreTrainedModel):
                     tied |= {f"{name}.{x}": f"{owner}.{x}" for x, _ in module.named_parameters()}
         return tied
 
-    def _prepare_cache_for_generation(
-        self,
-        generation_config: Any,
-        model_kwargs: dict[str, Any],
-        generation_mode: Any,
-        batch_size: int,
-        max_cache_length: int,
-    ) -> None:
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *_: Any) -> None:
         """Give `generate` a cache of states instead of keys and values."""
         if generation_config.cache_implementation is not None:
             raise ValueError(

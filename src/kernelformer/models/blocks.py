@@ -106,12 +106,7 @@ class Stack(nn.Module):
     """Blocks one after another, and the norm at their end.
 
     Args:
-        config: of the model.
-        specs: the attention of each block.
-        causal: whether tokens see only those before them.
-        cross: the attention of each block to a context.
         length: the longest sequence, for methods and positions with a table of it.
-        grid: (rows, columns), for tokens on a grid.
         num_prefix: tokens before the sequence or the grid, which ``length`` does not count.
         part: its number in the model, so that an encoder and a decoder draw differently.
     """

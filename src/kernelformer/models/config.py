@@ -113,9 +113,8 @@ class KernelformerConfig(PreTrainedConfig):
         for name in kwargs:
             if name not in _COMMON and not name.startswith("_"):
                 raise unknown("setting of KernelformerConfig,", name, OWN_SETTINGS)
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "patch_size"):
-            positive_int(name, getattr(self, name))
-        for name in ("max_position_embeddings", "num_channels"):
+        sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "patch_size", "num_channels")
+        for name in (*sizes, "max_position_embeddings"):
             positive_int(name, getattr(self, name))
         for name in ("intermediate_size", "num_decoder_layers", "head_dim", "classifier_size"):
             if getattr(self, name) is not None:

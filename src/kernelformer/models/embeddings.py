@@ -39,8 +39,6 @@ class Embeddings(nn.Module):
     with s = sqrt(d), or ``config.embedding_scale``.
 
     Args:
-        config: of the model.
-        positions: ``sinusoidal``, ``learned``, ``image`` or ``none``.
         tokens: False where vectors are always given instead: there is no table of tokens then.
     """
 

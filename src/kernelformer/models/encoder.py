@@ -10,7 +10,6 @@ from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput, SequenceClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
-from kernelformer.attention.ranks import Ranks
 from kernelformer.errors import shape
 from kernelformer.models.base import FirstToken, KernelformerPreTrainedModel, mean_loss, refuse_unknown
 from kernelformer.models.blocks import Stack, last_segments, visible
@@ -114,22 +113,15 @@ class Pooler(nn.Module):
     def forward(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
         """Pool (B, L, d) -> (B, d); the mask (B, L) says which tokens of all ranks a mean is over."""
         ranks = active_ranks()
-        if ranks is not None:
-            return self._over_ranks(x, attention_mask, ranks)
+        first = x[:, 0] if ranks is None else x[:, :1].sum(1)  # zeros of a rank without tokens
         if self.kind == "cls":
-            return x[:, 0]
-        if attention_mask is None:
+            return first if ranks is None else ranks.gather([first], torch.is_grad_enabled())[0][0]
+        if ranks is None and attention_mask is None:
             return x.mean(1)
-        weight = attention_mask.to(x.dtype).unsqueeze(-1)
-        return (x * weight).sum(1) / weight.sum(1).clamp_min(1)
-
-    def _over_ranks(self, x: Tensor, attention_mask: Tensor | None, ranks: Ranks) -> Tensor:
-        """The same on every rank."""
-        first = x[:, :1].sum(1)  # zeros of a rank without tokens
-        if self.kind == "cls":
-            return ranks.gather([first], torch.is_grad_enabled())[0][0]
         weight = x.new_ones(*x.shape[:2], 1) if attention_mask is None else attention_mask.to(x.dtype).unsqueeze(-1)
-        total, count = (y.sum(0) for y in ranks.gather([(x * weight).sum(1), weight.sum(1)], torch.is_grad_enabled()))
+        total, count = (x * weight).sum(1), weight.sum(1)
+        if ranks is not None:
+            total, count = (y.sum(0) for y in ranks.gather([total, count], torch.is_grad_enabled()))
         return total / count.clamp_min(1)
 
 

@@ -45,7 +45,6 @@ def load_saved(
     """Load a saved model whose weights are all there, without others; transformers alone would initialize missing ones.
 
     Args:
-        folder: of `save_pretrained`.
         kind: a name of `MODELS`; default: the class that the configuration names.
         way_out: ends the message about a folder that cannot be used.
     """

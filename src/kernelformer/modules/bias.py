@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -291,31 +291,13 @@ class BiasedAttention:
 
         Args:
             call: with a bias over all distances; in a stream its queries and keys are normalized already.
-            tensors: of the map, as `FeatureMap.for_query_heads` gives them.
-            plain: by plain operations.
-
-        Returns:
-            (B, H, L, E), and in a stream the tensors of the state after the keys.
         """
         bias = call.bias
         assert bias is not None
         if not call.in_stream:
             key, value = (self.per_head(x) for x in (call.key, call.value))
-            relative = RelativeCall(
-                query=call.query,
-                key=key,
-                value=value,
-                bias=bias.table,
-                spec=self.feature_map.spread_spec_id,
-                tensors=tensors,
-                scale=call.scale,
-                layout=bias.layout,
-                key_mask=call.key_mask,
-                is_causal=call.is_causal,
-                window=bias.window,
-                slope=bias.slope,
-                normalize_qk=self.normalize_qk,
-            )
+            how = {"key_mask": call.key_mask, "window": bias.window, "normalize_qk": self.normalize_qk}
+            relative = self._relative(call, key, value, tensors, bias=bias.table, layout=bias.layout, **how)
             algorithm = "plain" if plain else bias.algorithm
             return attend_biased(relative, features=self.feature_map.feature_dim, algorithm=algorithm), None
         if bias.layout.rows:
@@ -330,6 +312,13 @@ class BiasedAttention:
             if window is not None and bias.slope is None:
                 bias = _constant_beyond(bias, window)
         return self._stream(call, bias.table[:, past - near :], window, tensors, plain=plain)
+
+    def _relative(self, call: Call, key: Tensor, value: Tensor, tensors: Sequence[Tensor], **how: Any) -> RelativeCall:
+        """The call of the algorithms, over keys of every query head."""
+        assert call.bias is not None
+        how |= {"scale": call.scale, "is_causal": call.is_causal, "slope": call.bias.slope}
+        spec = self.feature_map.spread_spec_id
+        return RelativeCall(query=call.query, key=key, value=value, spec=spec, tensors=tensors, **how)
 
     def step(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...], Place | None]:
         """Attend with one token, whose bias is over distances 0 to W.
@@ -435,7 +424,7 @@ class BiasedAttention:
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Causal attention with a bias (H, n + 2 L - 1) for n near keys, and what is kept of the keys."""
         assert call.bias is not None
-        count, slope = call.key.shape[2], call.bias.slope
+        count = call.key.shape[2]
         sums: Sequence[Tensor] = ()
         key, value, mask = self._new_tokens(call)
         if mask is None:
@@ -447,21 +436,10 @@ class BiasedAttention:
             key, value, mask = (
                 torch.cat(pair, axis) for *pair, axis in zip(kept, (key, value, mask), (2, 2, 1), strict=True)
             )
-        relative = RelativeCall(
-            query=call.query,
-            key=key,
-            value=value,
-            bias=table,
-            spec=self.feature_map.spread_spec_id,
-            tensors=tensors,
-            scale=call.scale,
-            layout=Layout(count, key.shape[2], key.shape[2] - count),
-            key_mask=None if call.key_mask is None and call.state is None else mask,
-            is_causal=True,
-            window=window,
-            slope=slope,
-            state=sums,
-        )
+        layout = Layout(count, key.shape[2], key.shape[2] - count)
+        seen = None if call.key_mask is None and call.state is None else mask
+        how = {"key_mask": seen, "window": window, "state": sums}
+        relative = self._relative(call, key, value, tensors, bias=table, layout=layout, **how)
         out, after = (attend_plain_biased if plain else relative_attention)(relative, keep=window)
         first = 0 if window is None else max(0, key.shape[2] - window)
         tokens = [key[:, :, first:], value[:, :, first:], mask[:, first:]]

@@ -79,11 +79,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, reset: bool = False, 
 
 
 def calibrated_map(core: AttentionCore) -> CalibratedMap:
-    """Return the calibrated map of a core.
-
-    Raises:
-        ValueError: it has no statistics.
-    """
+    """Return the calibrated map of a core."""
     if not core.calibrates:
         raise ValueError(
             f"{core.method!r} has no statistics to calibrate; use 'favor++', 'favor#', or 'loglinear' with "

@@ -160,13 +160,8 @@ def check_near(
     """Check that near tokens, by their settings, fit a feature map, or that nothing is set for them if there are none.
 
     Args:
-        method: for messages.
         near: ``window`` and ``sinks``; empty where no token is attended to exactly.
-        normalize: whether the core divides by the sum of the weights.
         aligns: whether the map moves the keys.
-        near_scale: of the near scores, or None.
-        dropout: of the near weights.
-        beta: as `KernelCore` takes it.
     """
     if not near:
         if dropout:

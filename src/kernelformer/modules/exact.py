@@ -195,8 +195,6 @@ def sdpa(call: Call) -> Tensor:
     if key.shape[2] == 0:
         return empty_attention(query, key, value)
     grouped = query.shape[1] != key.shape[1]
-    if torch.compiler.is_exporting():
-        return _traced_sdpa(call, grouped)
     is_causal = call.is_causal and call.past + 1 < key.shape[2]  # else the first query sees every key
     if key_mask is None and not (is_causal and call.past):
         return F.scaled_dot_product_attention(
@@ -223,10 +221,10 @@ def sdpa(call: Call) -> Tensor:
     if key_mask is not None and (not is_causal or length == 0):
         return rows(query, key.shape[2], key_mask[:, None, None, :])
     # In tiles of queries, each with the keys up to its end: no mask of L x S, and nothing from the future to multiply
-    # by 0.
-    parts = []
-    for start in range(0, length, TILE):
-        tile = query[:, :, start : start + TILE]
+    # by 0. A graph of any length has no loop over tiles.
+    traced, parts = torch.compiler.is_exporting(), []
+    for start in (0,) if traced else range(0, length, TILE):
+        tile = query if traced else query[:, :, start : start + TILE]
         first, last = call.past + start, call.past + start + tile.shape[2]
         keys = min(key.shape[2], last)
         mask = torch.arange(keys, device=query.device) <= torch.arange(first, last, device=query.device).unsqueeze(1)
@@ -234,26 +232,6 @@ def sdpa(call: Call) -> Tensor:
             mask = mask & key_mask[:, None, None, :keys]
         parts.append(rows(tile, keys, mask))
     return torch.cat(parts, 2)
-
-
-def _traced_sdpa(call: Call, grouped: bool) -> Tensor:
-    """The same for a graph of any length, which has no loop over tiles: with a mask of L x S where there is one."""
-    query, key, value, key_mask = call.query, call.key, call.value, call.key_mask
-    common: dict[str, Any] = {"scale": call.scale, "enable_gqa": grouped}
-    if key_mask is None and not (call.is_causal and call.past):
-        return F.scaled_dot_product_attention(query, key, value, is_causal=call.is_causal, **common)
-    length, seen = key.shape[2], None if key_mask is None else key_mask[:, None, None, :]
-    if call.is_causal and query.shape[2] != 1:
-        last = torch.arange(length - query.shape[2], length, device=query.device).unsqueeze(1)
-        past = torch.arange(length, device=query.device) <= last
-        seen = past if seen is None else seen & past
-    if seen is None or key_mask is None:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=seen, **common)
-    hidden = ~key_mask[:, None, :, None]
-    key, value = key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
-    some = seen.any(-1, keepdim=True)
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen | ~some, **common)
-    return out.masked_fill(~some, 0)
 
 
 class LocalCore(AttentionCore):

@@ -47,6 +47,7 @@ class KernelCore(AttentionCore):
     The others are those of `AttentionCore`.
     """
 
+    near_alone = False  # leave the map's part out, to see what the exact one is good for
     # The map's tensors of the last stream: parameters as they are, or what follows from them. They are here and not in
     # the states, of which there may be many.
     _prepared: Prepared | None = None
@@ -179,8 +180,10 @@ class KernelCore(AttentionCore):
                 out, after = self.biased.attend(call, tensors, plain=plain)
         return out, self._state(after, call) if call.streams and after is not None else None
 
-    def _with_far(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Call, Far]:
+    def _with_far(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Call, Far | None]:
         """A call with keys for each head of the sums, and its far part."""
+        if self.near_alone:
+            return call, None
         phi, by_query = self.feature_map, call.bias is not None and self._by_query_head(call)
         heads = self.num_heads if by_query else max(call.key.shape[1], self.state_heads)
         repeats = heads // call.key.shape[1]
@@ -393,11 +396,6 @@ def value_range(value: Tensor, key_mask: Tensor | None, heads: int) -> tuple[Ten
     """The least and the largest value of the visible keys, (B, H, 1, E) each; 0 where there is none.
 
     Wider by the rounding of an average, so that clipping stops no gradient where it would change nothing else.
-
-    Args:
-        value: (B, G, S, E).
-        key_mask: (B, S) bool, True = attend.
-        heads: H.
     """
     if value.shape[2] == 0:
         nothing = value.new_zeros(value.shape[0], heads, 1, value.shape[3])

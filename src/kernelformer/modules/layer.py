@@ -189,12 +189,7 @@ class KernelAttention(nn.Module):
                 f"x and context must have the same batch size, got {x.shape[0]} and {context.shape[0]} "
                 f"(shapes {shape(x)} and {shape(context)})."
             )
-        q, k, v = self.query(x), self.key(context), self.value(context)
-        batch, dim = x.shape[0], self.head_dim
-        q = q.view(batch, x.shape[1], q.shape[2] // dim, dim).transpose(1, 2)
-        k = k.view(batch, context.shape[1], k.shape[2] // dim, dim).transpose(1, 2)
-        v = v.view(batch, context.shape[1], v.shape[2] // dim, dim).transpose(1, 2)
-        return q, k, v
+        return self._heads(self.query(x)), self._heads(self.key(context)), self._heads(self.value(context))
 
     def _check(self, name: str, x: Tensor, width: Literal["embed_dim", "context_dim"]) -> None:
         if not isinstance(x, Tensor):

@@ -35,12 +35,7 @@ from kernelformer.modules.kernel import KernelCore, WildcatCore
 
 @dataclass(frozen=True)
 class Paper:
-    """Publication of a method.
-
-    Args:
-        name: as the library cites it.
-        arxiv: its number on arxiv.org.
-    """
+    """Publication of a method."""
 
     name: str
     arxiv: str
@@ -417,11 +412,7 @@ METHODS: dict[str, Method] = {
 
 
 def find_method(name: str) -> Method:
-    """Return the record of a method.
-
-    Raises:
-        ValueError: no method has this name.
-    """
+    """Return the record of a method."""
     if isinstance(name, str) and name in LAYERS:
         raise ValueError(
             f"{name!r} is a whole layer, for the self-attention of encoders of this library (KernelformerConfig, "

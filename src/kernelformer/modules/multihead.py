@@ -19,11 +19,7 @@ from kernelformer.modules.spec import build_core, method_options, move_to_inputs
 
 
 def hidden_keys(mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
-    """Convert ``key_padding_mask`` (B, S), True or -inf = ignore, to bool with True = ignore.
-
-    Raises:
-        ValueError: another shape, or numbers that would be added to the logits.
-    """
+    """Convert ``key_padding_mask`` (B, S), True or -inf = ignore, to bool with True = ignore."""
     if mask is None:
         return None
     _check_tensor(mask, "key_padding_mask")
@@ -38,14 +34,8 @@ def is_causal_mask(mask: Tensor | None, queries: int, keys: int, heads: int, hin
     Args:
         mask: (L, S), or (batch * heads, L, S) with the same in each; bool with True = ignore, or 0 and -inf. None with
             the hint is causal: no (L, S) mask has to be made.
-        queries: L.
-        keys: S.
-        heads: batch * heads.
         hint: torch's ``is_causal``, which says that the mask is causal. It is checked; without it a compiled graph
             breaks here, since what comes next depends on values.
-
-    Raises:
-        ValueError: it hides anything else, or does not do what the hint says.
     """
     if mask is None:
         return hint
@@ -242,9 +232,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             `add_zero_attn` are the last columns.
         """
         if query.is_nested:
-            return self._attend_nested(
-                query, key, value, key_padding_mask, attn_mask, need_weights, average_attn_weights, is_causal
-            )
+            masked = query is not key or key is not value or key_padding_mask is not None or attn_mask is not None
+            how = {"need_weights": need_weights, "average_attn_weights": average_attn_weights, "is_causal": is_causal}
+            return self._attend_nested(query, masked, **how)
         self._check_inputs(query, key, value)
         itself, single = query is key, query.dim() == 2
         if single:
@@ -299,32 +289,19 @@ class MultiheadAttention(nn.MultiheadAttention):
             weights = weights[:, :, first:].roll(-extra, -1)
         return out[:, :, first:], weights
 
-    def _attend_nested(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None,
-        attn_mask: Tensor | None,
-        need_weights: bool,
-        average_attn_weights: bool,
-        is_causal: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+    def _attend_nested(self, x: Tensor, masked: bool, **how: Any) -> tuple[Tensor, Tensor | None]:
         """Self-attention of a nested tensor, which `nn.TransformerEncoder` makes of a padded batch in evaluation."""
-        masked = key_padding_mask is not None or attn_mask is not None
-        if query is not key or key is not value or masked or not self.batch_first:
+        if masked or not self.batch_first:
             raise ValueError(
                 "a nested tensor attends to itself, without masks and with batch_first=True; pad other inputs."
             )
-        rows = query.unbind()
-        lengths = torch.tensor([len(x) for x in rows], device=query.device)
+        rows = x.unbind()
+        lengths = torch.tensor([len(row) for row in rows], device=x.device)
         padded = pad_sequence(list(rows), batch_first=True)
-        hidden = torch.arange(padded.shape[1], device=query.device) >= lengths.unsqueeze(1)
-        out, weights = MultiheadAttention.forward(
-            self, padded, padded, padded, hidden, need_weights, None, average_attn_weights, is_causal
-        )
-        parts = [x[: len(row)] for x, row in zip(out, rows, strict=True)]
-        return torch.nested.as_nested_tensor(parts, layout=query.layout), weights
+        hidden = torch.arange(padded.shape[1], device=x.device) >= lengths.unsqueeze(1)
+        out, weights = MultiheadAttention.forward(self, padded, padded, padded, hidden, **how)
+        parts = [y[: len(row)] for y, row in zip(out, rows, strict=True)]
+        return torch.nested.as_nested_tensor(parts, layout=x.layout), weights
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         widths = {"query": (query, self.embed_dim), "key": (key, self.kdim), "value": (value, self.vdim)}
@@ -455,11 +432,7 @@ def restore_attention(model: nn.Module) -> list[str]:
 
 
 def select(names: Sequence[str], layers: Sequence[int | str] | int | str | None) -> set[int]:
-    """Resolve numbers or patterns of names to the numbers of attentions; None means all.
-
-    Raises:
-        ValueError: one of them means none.
-    """
+    """Resolve numbers or patterns of names to the numbers of attentions; None means all."""
     if layers is None:
         return set(range(len(names)))
     if not isinstance(layers, Iterable | int):

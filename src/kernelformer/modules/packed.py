@@ -232,12 +232,7 @@ def _without_hidden(segments: Segments, call: Call, mask: Tensor) -> tuple[Segme
 
 
 class Batches:
-    """Segments of rows as padded batches, (n, w) tokens each, and back.
-
-    Args:
-        segments: which do not overlap.
-        like: (B, h, L, d), on the device of the tokens.
-    """
+    """Segments of rows as padded batches, (n, w) tokens each, and back."""
 
     def __init__(self, segments: Segments, like: Tensor) -> None:
         self.rows, self.length = like.shape[0], like.shape[2]
@@ -302,7 +297,6 @@ def segment_positions(segment_ids: Tensor, real: Tensor | None = None) -> Tensor
     """Compute positions (B, L) that start at 0 with every segment of packed rows, also of one begun on another rank.
 
     Args:
-        segment_ids: (B, L), see `AttentionCore.forward`.
         real: (B, L), 1 = real: other tokens are not counted; None: all are.
     """
     real = torch.ones_like(segment_ids) if real is None else real.to(segment_ids)

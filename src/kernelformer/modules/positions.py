@@ -348,9 +348,6 @@ def _check_dim(head_dim: int, rotary_dim: int | None) -> int:
 def read_scaling(scaling: Mapping[str, Any] | str | None) -> dict[str, Any] | None:
     """Check a scaling of frequencies, also as a text: ``yarn(factor=4, original_max_position_embeddings=2048)``.
 
-    Returns:
-        The settings by transformers' names, ``rope_type`` among them.
-
     Raises:
         ValueError: an unknown kind, a setting that is missing, unknown or out of range.
     """
@@ -406,11 +403,6 @@ def frequencies(base: float, dim: int, scaling: Mapping[str, Any] | None = None)
     with r_i from 1 for short wavelengths, which stay, to 0 for long ones, which are stretched: for llama3 a line in the
     number of turns within the original length, from low_freq_factor to high_freq_factor; for yarn (2309.00071) a line
     in i, between the dimensions that make beta_fast and beta_slow turns.
-
-    Args:
-        base: of the wavelengths.
-        dim: how many dimensions turn.
-        scaling: as `read_scaling` returns it.
 
     Returns:
         (dim / 2) numbers, and the factor, 1 but for yarn.

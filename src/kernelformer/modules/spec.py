@@ -8,7 +8,6 @@ import inspect
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -49,8 +48,6 @@ def resolve_options(method: str, options: Mapping[str, Any], more: Sequence[str]
     set; ``seed`` is left out where nothing is drawn. So a loop over methods gives all of them the same two.
 
     Args:
-        method: a name from `list_methods`.
-        options: by name.
         more: names that are known besides the method's own.
 
     Raises:
@@ -151,13 +148,7 @@ def _check_near(method: str, options: Mapping[str, Any], known: Sequence[str]) -
 
 @dataclass(frozen=True)
 class Option:
-    """Option of a method.
-
-    Args:
-        name: as `build_attention` and an attention string take it.
-        default: its value where none is given.
-        about: what it does, in plain text.
-    """
+    """Option of a method."""
 
     name: str
     default: object
@@ -190,11 +181,6 @@ def _describe(names: Sequence[str], kinds: Sequence[type], own: Mapping[str, obj
             texts |= dict.fromkeys(some.split(", "), " ".join(text.replace("`", "").split()))
     values |= own
     return [Option(name, values.get(name), texts.get(name, "")) for name in names]
-
-
-BETWEEN_SIDES = ">"
-_COMMA = re.compile(r",\s+(?![^(\[]*[)\]])")  # those within brackets belong to a value
-_COUNT = re.compile(r"(?:(\d+) x )?(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -347,43 +333,6 @@ def default_cross_attention(text: str) -> str:
     return str(replace(spec.without(set(spec.values) - shared), method=other))
 
 
-def parse_blocks(text: str) -> list[AttentionSpec]:
-    """Read ``2 x A, 4 x B``: the attentions of one side, block after block; ``A`` alone has no count."""
-    blocks = []
-    for part in _COMMA.split(text):
-        match = _COUNT.fullmatch(part.strip())
-        assert match is not None  # it matches anything
-        count = None if match[1] is None else int(match[1])
-        blocks.append(replace(AttentionSpec.parse(match[2]), count=count))
-    return blocks
-
-
-def join_blocks(attentions: str | Sequence[str]) -> str:
-    """Write one attention for all blocks, or a list with one for each: ``2 x A, 4 x B``."""
-    if isinstance(attentions, str):
-        return attentions
-    return ", ".join(f"{len(list(same))} x {spec}" for spec, same in groupby(attentions))
-
-
-def parse_sides(text: str) -> tuple[str, str | None]:
-    """Read ``A > B``: the encoder's attention and the decoder's; the second is None where there is only one.
-
-    Raises:
-        ValueError: a side is empty, or there are more than two.
-    """
-    first, *rest = (x.strip() for x in text.split(BETWEEN_SIDES))
-    if not rest:
-        return first, None
-    if len(rest) > 1 or not (first and rest[0]):
-        raise ValueError(f"{BETWEEN_SIDES} stands between the encoder's attention and the decoder's, got {text!r}.")
-    return first, rest[0]
-
-
-def join_sides(encoder: str, decoder: str | None) -> str:
-    """Write ``A > B``, or ``A`` where there is only one."""
-    return encoder if decoder is None else f"{encoder} {BETWEEN_SIDES} {decoder}"
-
-
 @torch.inference_mode(False)  # its parameters may be trained later
 def build_attention(method: str, *, head_dim: int, num_heads: int, **options: Any) -> AttentionCore:
     """Build the core of an attention layer: an `nn.Module` over queries, keys and values.
@@ -427,13 +376,9 @@ def build_core(
     """Build the core for an attention of a model: with the model's scale, and a draw of its own in each layer.
 
     Args:
-        method: a name from `list_methods`.
-        num_heads: H.
-        head_dim: D.
         scale: the model's; None: 1 / sqrt(D). Methods that have one of their own (unit vectors, elu) keep it; near
             tokens that elu attends to exactly have the model's.
         layer: numbers the attentions of a model; added to the seed.
-        options: of the method.
     """
     known = method_options(method)
     settings = resolve_options(method, options)
@@ -505,17 +450,7 @@ def kernel_attention(
         key: (B, G, S, D), G divides H.
         value: (B, G, S, E).
         method: a name from `list_methods`.
-        is_causal: key j is visible to query i iff j <= i.
-        key_mask: (B, S) bool, True = attend.
-        bias: relative position bias; it and the others are those of `AttentionCore.forward`.
-        scale: of the product q . k; default 1 / sqrt(D), or the method's own.
-        algorithm: ``chunked`` or ``plain``, with a bias also others.
-        max_distance: with a bias.
-        slope: with a bias.
-        num_prefix: with a bias.
-        query_mask: (B, L) bool, which queries are real.
-        segment_ids: (B, L) integers, of packed sequences.
-        options: of the method, see `build_attention`.
+        options: of the method, see `build_attention`; all others are those of `AttentionCore.forward`.
 
     Returns:
         (B, H, L, E).

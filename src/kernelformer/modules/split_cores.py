@@ -35,14 +35,8 @@ class ExchangePlan:
     """Plan of an exchange: what attention needs of the tokens on other ranks.
 
     Args:
-        key: (B, G, S, D), with as many heads as the sums.
-        value: (B, G, S, E).
         reach: w, how many tokens on each side are needed as they are.
-        sinks: how many first visible tokens are.
         spec: of the map whose sums stand for the others; empty: nobody needs them.
-        tensors: of the map.
-        scale: the map sees ``sqrt(scale) x``.
-        normalize: whether what is read from the sums is divided by the sum of the weights.
         parts: see `key_sums`.
         slope: (G), what the log weight of a far token falls by per token of distance; None: it does not.
     """
@@ -282,7 +276,6 @@ def first_sinks(candidates: Sequence[Tensor], valid: Tensor, position: Tensor) -
     Args:
         candidates: keys (R, B, G, s, D) and values (R, B, G, s, E).
         valid: (R, B, s) bool, which are.
-        position: (R, B, s), in the sequence.
     """
     count = valid.shape[2]
     flat = valid.transpose(0, 1).flatten(1)  # (B, R s)
@@ -302,9 +295,6 @@ def around(bias: Bias, call: Call, core: AttentionCore, tokens: tuple[int, int],
 
     Args:
         bias: over all distances, (H, queries + keys - 1) on all ranks, or up to the window, (H, 2 w + 1).
-        call: of this rank.
-        core: for its window.
-        tokens: queries and keys on all ranks.
         past: tokens before this rank's that it has to be for.
         later: tokens after this rank's, of which as many as the window are its neighbours.
     """

@@ -56,7 +56,6 @@ class Known(NamedTuple):
     """Facts about a stream in buffers, so that a step need not look for them in its tensors.
 
     Args:
-        place: of the last tokens.
         last_sink: the largest position of a sink, once every sample has all of its sinks; before that None.
     """
 
@@ -68,8 +67,6 @@ def first_tokens(count: int, call: Call, before: Sinks | None, offset: int = 0, 
     """The first visible tokens of each sample: those that a stream has, then new ones, by position in the call.
 
     Args:
-        count: of sinks.
-        call: whose keys, ``offset`` of which are a stream's last ones.
         before: the sinks of the stream, or None.
         offset: keys of the call that are not new.
         past: tokens of the stream before the call.
@@ -177,8 +174,6 @@ class Far(NamedTuple):
     """The far part of a call: a feature map and a factor for each head.
 
     Args:
-        spec: of the map, as `contract.intern_formula` names it.
-        tensors: of the map, as prepared for the call.
         beta: (H), the logarithm of the factor; None means 0.
     """
 
@@ -197,9 +192,7 @@ class NearFarAttention:
     the window.
 
     Args:
-        method: for messages.
         window: tokens on each side, one's own included, that are attended to exactly; 0: none.
-        sinks: number of first visible tokens that are attended to exactly.
         scale: of q . k; None: that of the call.
     """
 
@@ -215,11 +208,6 @@ class NearFarAttention:
 
         Args:
             call: keys and values have as many heads as the far part's sums.
-            far: or None.
-            plain: by plain operations.
-
-        Returns:
-            (B, H, L, E), and in a stream the tensors of the state after the keys.
         """
         if not call.streams and call.state is None:
             sinks = None

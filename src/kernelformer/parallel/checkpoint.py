@@ -51,11 +51,7 @@ _PARAMS = "params"
 
 
 def read_groups(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The groups of an optimizer as plain values, their parameters by name.
-
-    Raises:
-        ValueError: a parameter that is not the model's, or a setting that JSON could not carry.
-    """
+    """The groups of an optimizer as plain values, their parameters by name."""
     names = {id(x): name for name, x in model.named_parameters()}
     groups = []
     for number, group in enumerate(optimizer.param_groups):

@@ -21,7 +21,6 @@ def first_problem(problem: str, groups: Sequence[Group | None] = (None,)) -> str
     """Share the first problem of any process with all of them; empty if there is none.
 
     Args:
-        problem: of this process.
         groups: one for each dimension of a mesh, in the same order everywhere; None is that of all processes.
     """
     if not dist.is_initialized():
@@ -37,10 +36,6 @@ def difference(tensors: Mapping[str, Tensor], group: Group | None = None) -> str
     """Find a tensor that differs between processes of a group, bit by bit; empty if none does.
 
     Names, shapes and dtypes are compared first; then the first process sends its tensors to the others, once.
-
-    Args:
-        tensors: of this process, by name; those without storage (meta) are compared by shape alone.
-        group: of the processes.
     """
     mine = {name: (tuple(x.shape), str(x.dtype)) for name, x in tensors.items()}
     all_of_them: list[Any] = [None] * dist.get_world_size(group)
@@ -120,11 +115,7 @@ def shard(model: Model, mesh: DeviceMesh | None = None, **options: Any) -> Model
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The blocks of a model by name, each once: the parts of its outermost lists with some that attend.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The blocks of a model by name, each once: the parts of its outermost lists with some that attend."""
     named = getattr(model, "_no_split_modules", None) or ()
 
     def attends(block: nn.Module) -> bool:
@@ -150,11 +141,7 @@ def _within(inner: str, outer: str) -> bool:
 
 
 def _shared_modules(model: nn.Module, blocks: dict[str, nn.Module]) -> list[nn.Module]:
-    """Modules inside of several blocks whose weights would be taken by each of them; none inside of another.
-
-    Raises:
-        ValueError: weights that several blocks have, or a block and the rest of the model, in different modules.
-    """
+    """Modules inside of several blocks whose weights would be taken by each of them; none inside of another."""
     owners: dict[Tensor, set[str]] = {}
     for name, x in model.named_parameters(remove_duplicate=False):
         owners.setdefault(x, set()).add(next((y for y in blocks if name.startswith(f"{y}.")), ""))
@@ -183,11 +170,7 @@ def _reached_by_several(blocks: dict[str, nn.Module]) -> Iterator[nn.Module]:
 
 
 def _same_parts(model: nn.Module, mesh: DeviceMesh) -> tuple[dict[str, nn.Module], list[nn.Module]]:
-    """Blocks and shared modules of a model that is the same on all processes.
-
-    Raises:
-        ValueError: it is not, or cannot be sharded; on every process, for else the others would wait.
-    """
+    """Blocks and shared modules of a model that is the same on all processes."""
     groups, problem = mesh.get_all_groups(), ""
     blocks: dict[str, nn.Module] = {}
     shared: list[nn.Module] = []

@@ -76,7 +76,6 @@ def attention_pairs(original: Any, converted: Any, inputs: Mapping[str, Any]) ->
     changed.
 
     Args:
-        original: a model of transformers.
         converted: by `kernelformer.hf.convert`, or loaded by `kernelformer.hf.load`; with or without a head, as long as
             the attentions are those of the original.
         inputs: of both models, ``input_ids`` and so on.
@@ -208,9 +207,6 @@ def draw_pairs(
     Args:
         pairs: of `attention_pairs`.
         tokens: one for each query and key; they are labels where they fit.
-        path: of the file.
-        names: of both models.
-        title: above everything.
         layers: numbers of attentions, from 0; None: three, evenly apart.
         heads: numbers of heads, from 0; None: four, evenly apart.
     """
@@ -275,9 +271,7 @@ class AttentionPair:
     """Attention matrices of a model and of its converted self.
 
     Args:
-        pairs: one for each attention.
         tokens: as the tokenizer reads the text.
-        names: of both models.
     """
 
     pairs: list[Pair]

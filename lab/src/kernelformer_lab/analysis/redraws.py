@@ -36,7 +36,6 @@ class RedrawFigures:
         voting_accuracy: share of samples whose `votes` are right.
         accuracy: share of right predictions, mean over the draws.
         accuracy_deviation: standard deviation of the accuracy over the draws.
-        accuracies: of each draw.
     """
 
     rsd: Estimate

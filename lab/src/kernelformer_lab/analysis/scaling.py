@@ -19,8 +19,6 @@ class Traffic:
     """Bytes that one rank gives to all others in one layer.
 
     Args:
-        forward: bytes, each copy counted.
-        backward: bytes.
         rounds: exchanges in both directions, in each of which a rank has R - 1 messages one after the other.
     """
 

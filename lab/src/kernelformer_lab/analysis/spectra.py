@@ -23,7 +23,6 @@ class Spectrum:
     Args:
         layer: name of the core in the model.
         head: its number, from 0.
-        minimum, maximum, mean: of the eigenvalues.
         learned: whether the covariance is a parameter (GMM); else it is that of the frequencies as a sample, of the
             draw that the map has: the paper finds it "not well defined" for FastFood and Generative, and leaves it out.
     """

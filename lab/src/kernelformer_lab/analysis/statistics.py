@@ -26,8 +26,6 @@ class Mean:
     """A mean over seeds, and the squared standard errors of its two sources of chance.
 
     Args:
-        value: the mean.
-        count: seeds.
         of_seeds: squared standard error over seeds: variance / count; NaN for one seed.
         of_samples: squared standard error over validation samples. All seeds have the same samples, so it does not fall
             with their number; 0 where it is not known.
@@ -48,7 +46,6 @@ def mean_over_seeds(values: Sequence[float], sample_errors: Sequence[float] = ()
     """The mean of a value over seeds.
 
     Args:
-        values: one a seed.
         sample_errors: standard errors of each over validation samples, where they are known.
     """
     of_seeds = variance(values) / len(values) if len(values) > 1 else math.nan
@@ -207,7 +204,6 @@ def deviations(whole: float, without: Sequence[float], groups: Groups) -> Number
     of their scores has the differences of their deviations, and what both find hard drops out.
 
     Args:
-        whole: the score of all samples.
         without: the score of all but those of one group, for each group.
         groups: of `sample_groups`.
 
@@ -234,8 +230,6 @@ def jackknife(score: Callable[[NDArray[Any]], float], size: int, most: int = GRO
 
     Args:
         score: from the numbers of some samples, in order.
-        size: of all samples.
-        most: groups.
 
     Returns:
         (G); `UNKNOWN` of fewer than two samples.

@@ -35,7 +35,6 @@ from kernelformer.modules import (
     method_options,
     parse_method,
 )
-from kernelformer.modules.reference import reference_attention
 from kernelformer_lab.bench.case import SMALL, Attention, Case, Contender
 from kernelformer_lab.bench.harness import too_large
 
@@ -108,22 +107,24 @@ class Kernelformer(Contender):
     def build(self, case: Case) -> Attention:
         """Return the core itself; a trained bias within a window is promised to be one, since values cannot show it."""
         self.core = core = self._core(case)
-        more: dict[str, Any] = {"algorithm": self.algorithm} if self.algorithm else {}
         promised = any(_near_tokens(core)) or (case.backward and self.algorithm in (None, "windowed"))
-        if case.bias == "window" and promised:
-            more["max_distance"] = case.window
+        self.reach = {"max_distance": case.window} if case.bias == "window" and promised else {}
+        more: dict[str, Any] = {"algorithm": self.algorithm} if self.algorithm else {}
 
         def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-            how = more if bias is None else {"bias": bias, **more}
+            how = more if bias is None else {"bias": bias, **more, **self.reach}
             out: Tensor = core(q, k, v, is_causal=case.causal, **how)
             return out
 
         return call
 
     def definition(self, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """By `modules.reference`, with the core's own draw."""
-        bias = None if case.bias is None else case.bias_matrix(q.shape[2])
-        return reference_attention(copy.deepcopy(self.core).cpu().double(), q, k, v, is_causal=case.causal, bias=bias)
+        """By the same core in float64, in operations of torch where it knows them."""
+        how: dict[str, Any] = {"algorithm": "plain"} if self.core.takes_loops else {}
+        if case.bias is not None:
+            how |= {"bias": case.bias_table(q.shape[2]).cpu().double(), **self.reach}
+        out: Tensor = copy.deepcopy(self.core).cpu().double()(q, k, v, is_causal=case.causal, **how)
+        return out
 
     def runner(self, case: Case) -> Callable[[], Any]:
         """return the call; in decoding one step after another, after the whole context, or full windows of a bias."""

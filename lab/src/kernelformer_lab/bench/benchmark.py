@@ -113,11 +113,8 @@ def run_case(
     """Check, time and weigh every contender that takes the case.
 
     Args:
-        case: what they compute.
-        names: of the contenders.
         heaps: names of `HEAPS`; each is timed.
         threads: of torch in the measuring processes.
-        budget: seconds for timing each contender.
         memory: whether to measure peak memory, which decoding has none of.
         log: takes a sentence on what is being done.
     """

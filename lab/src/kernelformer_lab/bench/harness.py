@@ -33,9 +33,7 @@ def run_in_process(
 
     Args:
         work: a function at the top of a module, which takes and returns plain JSON values.
-        threads: of torch in that process.
         allocator: environment variables of glibc's malloc, as in `HEAPS` and `MEMORY_HEAP`.
-        arguments: of the function.
 
     Raises:
         WorkerError: the process failed; with the reason.
@@ -56,7 +54,6 @@ def run_together(
 
     Args:
         work: see `run_in_process`; it is also given its ``rank``, from 0 on, and the ``count``.
-        count: number of processes.
         threads: of torch in each of them.
         allocator: see `run_in_process`.
         arguments: of the function, the same for all.
@@ -121,10 +118,6 @@ def time_bursts(steps: Mapping[str, Step], budget: float) -> dict[str, Figures]:
 
     A short step is run in bursts, as a decoding loop runs it: alone between two long ones it would pay for refilling
     the caches that they emptied.
-
-    Args:
-        steps: by name.
-        budget: seconds for each step.
 
     Returns:
         ``seconds`` and ``rounds``, the number of timed runs, of each step, or the ``problem`` of one that needs more

@@ -104,8 +104,6 @@ def time_rounds(steps: Mapping[str, Step], rounds: int, budget: float) -> dict[s
     """Time long steps: median seconds of each, in rounds of one run each after one that warms up.
 
     Args:
-        steps: by name.
-        rounds: at least so many.
         budget: seconds for all steps together; while they last there are more rounds, up to `MOST_ROUNDS`.
 
     Returns:

@@ -8,13 +8,12 @@ from typing import Annotated
 
 import typer
 
-from kernelformer.cli.common import Json, Threads, console, following, plain_errors, show_json, target, thread_count
+from kernelformer.cli.common import Json, Threads, console, following, plain_errors, show_json, thread_count
 from kernelformer.cli.options import takes
 from kernelformer.environment import environment
 from kernelformer.files import write_json
-from kernelformer.settings import plain
 from kernelformer_lab.bench.settings import BenchSettings
-from kernelformer_lab.records import command_words
+from kernelformer_lab.records import command_words, plain, target
 
 
 @takes(BenchSettings)

@@ -15,11 +15,11 @@ from kernelformer.cli.common import (
     literal_text,
     plain_errors,
     show_json,
-    target,
     use_threads,
 )
 from kernelformer.cli.options import attentions
 from kernelformer.settings import PICKLE, parse_layers
+from kernelformer_lab.records import target
 
 PICTURES = (".png", ".pdf", ".svg", ".jpg")
 

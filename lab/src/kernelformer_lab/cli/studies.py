@@ -16,7 +16,6 @@ from kernelformer.cli.common import (
     plain_errors,
     show_json,
     starts_anew,
-    target,
     use_threads,
 )
 from kernelformer.cli.group import MEASURE, Command, Entry, Group
@@ -24,6 +23,7 @@ from kernelformer.cli.options import takes
 from kernelformer.files import read_json
 from kernelformer.settings import Settings
 from kernelformer_lab.cli.pictures import picture_in
+from kernelformer_lab.records import target
 from kernelformer_lab.studies import STUDIES, Study, find_study
 
 # Without postponed annotations: those of a command below are made from its study.

@@ -52,7 +52,6 @@ def save_arrays(path: Path, record: str, arrays: Arrays) -> None:
     Args:
         path: ``.npz``; its folder is made.
         record: what the arrays depend on, to be compared when they are loaded.
-        arrays: by name.
     """
     everything: dict[str, Any] = {**arrays, "record": np.array(record)}
     with writing(path), replacing(path) as part, part.open("wb") as out:
@@ -63,8 +62,6 @@ def load_arrays(path: Path, record: str, read: Callable[[Arrays], Data]) -> Data
     """Data of saved arrays; nothing in the file is run.
 
     Args:
-        path: as saved.
-        record: as saved.
         read: data from arrays by name; it raises when they are not what they should be.
     """
     with reading(path):
@@ -107,9 +104,6 @@ def cached_tokens(make: Callable[[], Tokens], *, size: int, cache: Path, record:
 
     Args:
         make: gives them, as `Vocabulary.encode_batch` does.
-        size: of the vocabulary.
-        cache: folder.
-        record: all that they depend on.
     """
 
     def arrays() -> Arrays:

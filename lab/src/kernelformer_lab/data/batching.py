@@ -86,7 +86,6 @@ def fill_rows(lengths: Sequence[int], width: int) -> list[Int64]:
 
     Args:
         lengths: N, none of them above ``width``.
-        width: tokens of a row.
 
     Returns:
         The numbers of the sequences of each row, in rising order; rows by their first one.

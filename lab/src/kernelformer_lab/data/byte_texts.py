@@ -106,7 +106,6 @@ def exchange_halves(lengths: Sequence[int], seed: int) -> NDArray[np.int64]:
 
     Args:
         lengths: (N), of the second halves.
-        seed: of both hashes.
 
     Returns:
         (N) numbers of texts.
@@ -131,7 +130,6 @@ def fit_pairs(first: Int64, second: Int64, room: int) -> tuple[Int64, Int64]:
     Args:
         first: (N) tokens of the first sides.
         second: (N) of the second ones.
-        room: for both together.
     """
     a = np.minimum(first, np.maximum(room - second, room - room // 2))
     return a, np.minimum(second, room - a)
@@ -142,7 +140,6 @@ def join_sides(sides: Sequence[Tokens], vocabulary: Vocabulary, length: int) -> 
 
     Args:
         sides: one or two, each the tokens and offsets of N texts.
-        vocabulary: has the special tokens.
         length: tokens of a sample at most, special ones included.
 
     Returns:

@@ -131,10 +131,7 @@ def existing(path: Path, layout: str, hint: str = "", option: str = "data") -> P
     """The path of a folder or of a regular file.
 
     Args:
-        path: as it was given.
         layout: what should be there, for the message.
-        hint: what else could be meant.
-        option: by which it was given.
 
     Raises:
         ValueError: nothing is there, or what is neither.

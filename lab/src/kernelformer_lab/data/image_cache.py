@@ -44,8 +44,6 @@ class Form:
     """Required shape of an image, and whether others are converted to it.
 
     Args:
-        rows: of pixels.
-        columns: of pixels.
         channels: 3, or 1 for grey, which colour is turned into by `grey`.
         resize: scale images of another size until they cover this one, crop them in the middle, and convert those of
             another mode; else they are bad.
@@ -124,12 +122,7 @@ def _opened(file: Path | str | BinaryIO) -> Image:
 
 
 class Files:
-    """Images of a folder.
-
-    Args:
-        folder: where they are.
-        names: relative to it.
-    """
+    """Images of a folder."""
 
     def __init__(self, folder: Path, names: list[str]) -> None:
         self.where, self.names = folder, names
@@ -163,9 +156,7 @@ class Rows:
     """Images of a split of a Hugging Face data set.
 
     Args:
-        where: the data set, for messages.
         dataset: the split, its images not decoded.
-        column: of the images.
     """
 
     def __init__(self, where: object, dataset: Any, column: str) -> None:
@@ -238,9 +229,6 @@ def inspect_image(encoded: Encoded, number: int, form: Form, out: Uint8 | None) 
     """Decode an image, or read its head only.
 
     Args:
-        encoded: images.
-        number: of the image.
-        form: what it has to be.
         out: (rows, columns, channels), is filled; None: only the head is read.
 
     Returns:
@@ -279,9 +267,6 @@ def decode(encoded: Encoded, form: Form, cache: Path, bad_rows: BadRows) -> Deco
     time is immediate.
 
     Args:
-        encoded: images.
-        form: what they have to be.
-        cache: folder.
         bad_rows: is told of the bad ones; where it raises, nothing is kept.
     """
     name = hashlib.sha256(f"{_FORMAT} {form} {encoded.key}".encode(errors="surrogateescape")).hexdigest()[:24]

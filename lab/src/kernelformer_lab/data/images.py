@@ -221,9 +221,7 @@ class Pictures:
         resize: make images of another size or mode fit, as `Form` says, with a remark.
         limits: by split, at most so many images, spread evenly; None: all.
         skip_bad: leave bad images out, and say how many.
-        validation_share: where there is no validation.
         test_share: of what is divided as a whole.
-        seed: of the division.
         cache: folder for decoded images; None: kernelformer in XDG_CACHE_HOME, or else in ~/.cache.
     """
 

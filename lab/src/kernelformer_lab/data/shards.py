@@ -43,8 +43,6 @@ def permute(indices: Int64, size: int, *, seed: int, epoch: int) -> Int64:
     Args:
         indices: from 0 to size - 1, any shape.
         size: from 1 to 2^62.
-        seed: of all epochs.
-        epoch: which permutation.
 
     Cost: a few tenths of a second for a million indices, no memory but theirs.
     """
@@ -75,8 +73,6 @@ def order_at(positions: Int64, size: int, seed: int) -> Int64:
 
     Args:
         positions: (N), from 0 on; position p is place p mod size of epoch p // size.
-        size: samples of an epoch.
-        seed: of the order.
     """
     numbers = np.empty_like(positions)
     epochs = positions // size
@@ -93,9 +89,7 @@ class PermutedOrder(Sampler[int]):
     what a resumed run passes over is numbers, at the cost of `permute`: no sample of it is read.
 
     Args:
-        size: number of samples.
         count: how many are wanted, with repetition.
-        seed: of the order.
     """
 
     def __init__(self, size: int, count: int, seed: int) -> None:
@@ -123,8 +117,6 @@ class Shard:
     """A file of tokens, and one of where documents end in it.
 
     Args:
-        file: name of the tokens' file.
-        tokens: how many.
         sha256: of all bytes of the file.
         documents: how many end in this shard.
         documents_sha256: of the file of their ends, `documents_file`; "" where there is none because none ends here.
@@ -174,8 +166,6 @@ class ShardIndex:
         vocabulary_size: tokens are from 0 to vocabulary_size - 1.
         tokenizer: "name" as it was given, "file" beside the index (None: bytes), its "sha256", and "end", the token
             after a document (None: there is none).
-        shard_tokens: tokens of a whole shard.
-        splits: by name.
         made: settings, the names and sizes of the texts, the rule of the splits, the command.
     """
 
@@ -267,11 +257,6 @@ class TokenShards:
 
     What is read is mapped, and let go of at once, so that neither memory nor open files grow with the corpus; what was
     read lately is in the system's cache of pages. Processes share nothing else, and an object can go to any worker.
-
-    Args:
-        folder: of the shards.
-        index: of the folder.
-        split: its name.
 
     Raises:
         ValueError: a shard is missing or has another size than the index says.
@@ -394,9 +379,7 @@ class ShardWriter:
     """Writer of the shards of one split.
 
     Args:
-        folder: where they go.
         split: its name, with which the names of files begin.
-        dtype: of the tokens.
         whole: tokens of a shard; the last one may have fewer.
         written: called with every shard that is on the disk.
 
@@ -468,7 +451,6 @@ class ShardWindows(Samples):
     left out.
 
     Args:
-        tokens: of a split.
         length: of a window, at least 2.
         count: at most so many windows, spread evenly over the split; None: all.
         documents: give segment_ids too, which tell the documents of a window apart; the first token of a document is

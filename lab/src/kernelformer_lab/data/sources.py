@@ -50,9 +50,7 @@ def divide(count: int, shares: Mapping[str, float], seed: int) -> dict[str, NDAr
     """Divide rows among the splits: row i goes where a hash of (seed, i) points.
 
     Args:
-        count: rows.
         shares: of "validation" and "test"; training has the rest.
-        seed: of the hash.
 
     Returns:
         Split -> numbers of its rows, in order.
@@ -208,7 +206,6 @@ class Source:
         skip_bad: leave bad rows out, and say how many, instead of raising at the first.
         validation_share: of the training rows, or of the rows of one file.
         test_share: of the rows of one file.
-        seed: of the division.
         names: split -> the name it has there, where that is none of `ALIASES` or another is wanted.
     """
 

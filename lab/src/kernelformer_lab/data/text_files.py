@@ -38,14 +38,7 @@ _PIECE = 1 << 14  # bytes that are tokenized together, so that threads share a l
 
 
 class Part(NamedTuple):
-    """The part of a file that belongs to a split.
-
-    Args:
-        file: its path.
-        text: all of it.
-        start: where the part begins.
-        stop: where it ends.
-    """
+    """The part of a file that belongs to a split."""
 
     file: Path
     text: Text
@@ -293,7 +286,6 @@ def named_splits(folder: Path, files: Sequence[str]) -> dict[str, list[str]]:
     """Files of the splits that their names say; nothing where none does.
 
     Args:
-        folder: for the message.
         files: relative to it, such as ``train/a.txt`` or ``train.txt``.
     """
     tops: dict[str, list[str]] = {}
@@ -315,7 +307,6 @@ def decode_pieces(content: bytes, where: object, start: int = 0) -> Iterator[str
 
     Args:
         content: UTF-8.
-        where: the file, for the message.
         start: position of the content in it.
     """
     at = 0
@@ -358,7 +349,6 @@ class Piece(NamedTuple):
     """A piece of text.
 
     Args:
-        split: that it belongs to.
         content: UTF-8; bytes as they are where nothing has to be decoded.
         ends: whether what follows in this split is another document.
         complete: whether the document is at its end, and not only its part in this split.
@@ -387,12 +377,10 @@ class TextStream:
     `RULE` says how splits are found.
 
     Args:
-        texts: paths of files and folders.
         column: of the texts, where there are rows.
         pattern: which files of a folder, as a glob; None: "**/*.txt".
         validation_share: of what has no splits of its own.
         test_share: the same for the test; training has the rest.
-        seed: of the division of rows.
         skip_bad: leave bad rows out, and say how many, instead of raising at the first.
         raw: plain texts are any bytes; else they must be UTF-8 without a zero byte.
     """

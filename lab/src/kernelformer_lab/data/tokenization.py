@@ -152,7 +152,6 @@ def vocabulary(
         kind: of `KINDS`.
         vocab_size: at most so many tokens; little text gives fewer.
         lowercase: whether capital letters become small.
-        cache: folder for what was trained.
         record: all that the texts depend on; the same record, the same vocabulary.
     """
     limit = vocabulary_size(tokenizer=tokenizer, kind=kind, vocab_size=vocab_size, lowercase=lowercase)

@@ -20,8 +20,6 @@ class Windows(Samples):
 
     Args:
         tokens: (N) integers of any width; bytes are tokens too.
-        length: of a window.
-        count: how many windows there are.
     """
 
     def __init__(self, tokens: NDArray[Any], length: int, count: int) -> None:

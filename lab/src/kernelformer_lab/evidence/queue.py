@@ -23,7 +23,6 @@ import torch
 from kernelformer.environment import environment
 from kernelformer.errors import StoppedError
 from kernelformer.files import read_json, replacing, write_json, write_text
-from kernelformer.page import portable, rounded
 from kernelformer.settings import options
 from kernelformer_lab.bench.timing import BESIDE, timings_under_way
 from kernelformer_lab.evidence.base import TRAINING, Item, Job, StudyPart, Training, located, study_settings
@@ -31,7 +30,7 @@ from kernelformer_lab.evidence.records import add_job, commit, damage, folder_na
 from kernelformer_lab.evidence.rules import SAMPLES, TEST, VALUE
 from kernelformer_lab.jobs import STOPPED, Worker
 from kernelformer_lab.recipes.catalogue import find_recipe
-from kernelformer_lab.records import RESULT, read_head
+from kernelformer_lab.records import RESULT, portable, read_head, rounded
 from kernelformer_lab.reports.comparison import read_run
 from kernelformer_lab.studies import find_study
 from kernelformer_lab.studies.redraws import eigenvalue_statistics, gradient_statistics, redraw_statistics

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from kernelformer.files import read_json, write_text
-from kernelformer.page import as_text, portable
 from kernelformer_lab.evidence.base import PAPERS, TRAINING, Claim, Item, Job
+from kernelformer_lab.records import portable, readable_json
 
 RULES, COMMIT = "rules", "commit"  # of every job: keys of its item's claims, and the commit, when it was run
 NEEDED = {"key", "part", "kind", "name", "seed"}  # of every job on record
@@ -171,7 +171,7 @@ def write_record(folder: Path, item: Item, entries: Sequence[dict[str, Any]]) ->
         "jobs": jobs,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(record_path(folder, item), as_text(portable(record)) + "\n")
+    write_text(record_path(folder, item), readable_json(portable(record)) + "\n")
 
 
 def _marked(entry: dict[str, Any], is_current: bool) -> dict[str, Any]:

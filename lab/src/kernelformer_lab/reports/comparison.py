@@ -376,8 +376,6 @@ def draw_curves(
     """Means and bands of runs with a result, others alone.
 
     Args:
-        axis: to draw on.
-        comparison: of the runs.
         curves: by the place of the run.
         x: 0 for steps, 1 for seconds.
         mark: whether points are few, and have markers of their own.
@@ -433,10 +431,8 @@ def draw_sizes(
     """Means with error bars over the number of features.
 
     Args:
-        axis: to draw on.
         series: by style, rows of size, mean and deviation.
         levels: by style, means of what has no such number.
-        name: of the axis.
     """
     for index, level in levels.items():  # first: the frame is fitted to what comes later
         axis.axhline(level, color=COLOURS[index % 7], linestyle=LINES[index % 4], linewidth=1.2)
@@ -482,7 +478,6 @@ def write_report(comparison: Comparison, path: Path | str, *, samples: Mapping[s
     """Write the report, all or nothing: a reader sees the old file or the new one.
 
     Args:
-        comparison: of runs, finished or not.
         path: of the HTML file; its folder is made if need be.
         samples: texts that the models wrote, by the name of the run.
     """
@@ -649,10 +644,7 @@ def results_table(
     """Make a table with a row for each label and the key of its curves, the best first.
 
     Args:
-        comparison: of runs.
-        places: the style of each label.
         prefix: keeps references apart from those of other tables.
-        show: a label as HTML.
         below: text that stands under the metric, by label.
         more: further lines, as long as the others.
     """

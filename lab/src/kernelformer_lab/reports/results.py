@@ -22,21 +22,17 @@ from kernelformer.errors import flag, integer, number
 from kernelformer.files import write_text
 from kernelformer.formatting import human_bytes, human_time
 from kernelformer.modules import METHODS, AttentionSpec
-from kernelformer.modules.spec import join_sides, parse_blocks, parse_sides
 from kernelformer.page import (
     COLOURS,
     STYLES,
     Drawing,
-    as_text,
     figure,
     legend_key,
-    portable,
     render,
-    rounded,
     safe,
     small,
 )
-from kernelformer_lab.records import BY_NAME, Result, part
+from kernelformer_lab.records import BY_NAME, Result, part, portable, readable_json, rounded
 from kernelformer_lab.reports.comparison import (
     CAPTION,
     MARK,
@@ -58,6 +54,7 @@ from kernelformer_lab.reports.comparison import (
     words,
 )
 from kernelformer_lab.tasks import TASKS
+from kernelformer_lab.training.config import join_sides, parse_blocks, parse_sides
 
 FIGURES = "comparison.json"  # what `kernelformer compare` leaves
 FIRST = ("title", "recipe", "task", "about", "source", "note", "date", "metric", "higher_is_better", "curve")
@@ -80,16 +77,10 @@ class Recorded:
     """A comparison with all that is known of how it was made; texts may be empty.
 
     Args:
-        path: of its file.
         name: of the file, without its date.
-        date: as YYYY-MM-DD.
-        comparison: its runs.
-        task: name of the task.
         source: the paper that it follows, or why it is as it is.
         note: how far it is from the paper's setting.
         curve: what was measured between the start and the end: the metric, or what stands for it.
-        command: that made it.
-        environment: versions and machine.
         baselines: scores by name, of what needs no model.
     """
 
@@ -117,7 +108,6 @@ def read_results(folder: Path | str, without: Collection[Path] = ()) -> list[Rec
     Files of other kinds are left out; one that is damaged is named.
 
     Args:
-        folder: of the records.
         without: paths of files not to be read.
     """
     folder = Path(folder)
@@ -293,7 +283,6 @@ def make_record(folder: Path | str, results: Path, day: str | None = None) -> tu
 
     Args:
         folder: where `kernelformer compare` left its figures; NAME is its name.
-        results: the folder of all records.
         day: as YYYY-MM-DD; None: that of the comparison, or today.
     """
     source = Path(folder) / FIGURES
@@ -318,7 +307,7 @@ def make_record(folder: Path | str, results: Path, day: str | None = None) -> tu
     more = sorted(record.keys() - {*FIRST, *LAST})
     ordered = {key: record[key] for key in (*FIRST, *more, *LAST) if key in record}
     name = re.sub(r"[^A-Za-z0-9+=.,_-]", "_", Path(folder).resolve().name).lstrip(".") or "comparison"
-    return results / f"{day}-{name}.json", as_text(ordered) + "\n"
+    return results / f"{day}-{name}.json", readable_json(ordered) + "\n"
 
 
 def add_results(folders: Sequence[Path | str], results: Path, day: str | None = None) -> dict[Path, str]:

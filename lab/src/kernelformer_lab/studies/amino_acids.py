@@ -26,8 +26,9 @@ from kernelformer.hf import convert
 from kernelformer.hf.load import Source, load_source
 from kernelformer.modules import parse_method
 from kernelformer.modules.calibration import evaluating
-from kernelformer.settings import MODEL, PICKLE, SEED, Settings, option, plain
+from kernelformer.settings import MODEL, PICKLE, SEED, Settings, option
 from kernelformer_lab.figures import drawing, table
+from kernelformer_lab.records import plain
 from kernelformer_lab.studies.base import SPECS, Log, Progress, Record, Row, Study
 from kernelformer_lab.tasks.sentences import ranks, spearman
 
@@ -234,9 +235,7 @@ def make_row(name: str, received: Tensor, settings: AminoAcidsSettings) -> Row:
     """The similarities of a model, and their correlation with BLOSUM62.
 
     Args:
-        name: of the model.
         received: (N, H, A), of `received_attention`, for each sequence.
-        settings: of the study.
 
     Returns:
         ``similarity`` (20, 20); ``pearson`` and ``spearman``: correlations with BLOSUM62 over the 190 pairs of

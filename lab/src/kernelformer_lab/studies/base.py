@@ -12,8 +12,8 @@ from rich.table import Table
 
 from kernelformer.environment import environment
 from kernelformer.files import read_json, write_json
-from kernelformer.settings import Settings, plain
-from kernelformer_lab.records import command_words
+from kernelformer.settings import Settings
+from kernelformer_lab.records import command_words, plain
 
 Log = Callable[[str], None]
 Progress = Callable[[], None]
@@ -34,7 +34,6 @@ class Study:
         run: measures what the record does not have yet, into ``record.figures``. ``log`` takes a sentence on what is
             being done; ``progress`` is called after each step. It computes with ``torch.get_num_threads()`` threads,
             in processes that it starts too.
-        tables: the figures for the terminal.
         picture: draws the figures into a file.
         resumes: whether the same call resumes a study that was stopped: it calls `Record.save` after each part.
         writes: what is in its folder besides the record and the picture.
@@ -72,8 +71,6 @@ class Record:
     """The figures of a study as plain values, as its file has them.
 
     Args:
-        study: that made them.
-        settings: of the study.
         folder: of the file, and of whatever else the study keeps.
         figures: by name; most studies have ``rows``.
     """

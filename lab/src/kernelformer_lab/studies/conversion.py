@@ -34,8 +34,9 @@ from kernelformer.errors import positive_int
 from kernelformer.formatting import short_names
 from kernelformer.hf.load import Source, load_source
 from kernelformer.modules.spec import parse_method
-from kernelformer.settings import KIND, MODEL, PICKLE, SEED, TEXTS, Settings, option, parse_layers, plain
+from kernelformer.settings import KIND, MODEL, PICKLE, SEED, TEXTS, Settings, option, parse_layers
 from kernelformer_lab.figures import drawing, table
+from kernelformer_lab.records import plain
 from kernelformer_lab.studies.base import SPECS, Log, Progress, Record, Row, Study
 
 

@@ -29,8 +29,9 @@ from kernelformer.hf import convert
 from kernelformer.hf.load import load_source
 from kernelformer.modules import method_options, parse_method
 from kernelformer.modules.calibration import evaluating
-from kernelformer.settings import KIND, MODEL, PICKLE, SEED, TEXTS, Settings, option, plain
+from kernelformer.settings import KIND, MODEL, PICKLE, SEED, TEXTS, Settings, option
 from kernelformer_lab.figures import drawing, table
+from kernelformer_lab.records import plain
 from kernelformer_lab.studies.base import SPECS, Log, Progress, Record, Row, Study, unique
 from kernelformer_lab.studies.conversion import inputs_for
 

@@ -63,10 +63,7 @@ def sample_products(
     uniform unit vector (Performer, Eq. 53): no matrix is made orthogonal here.
 
     Args:
-        count: N, of draws.
         num_features: m; with ``orthogonal`` at most ``dim``.
-        dim: d.
-        gen: the source of randomness.
         orthogonal: whether the frequencies of a draw are orthogonal or independent.
         regularized: whether all have the norm sqrt(d), as for SMREG, or norms of Gaussian vectors.
 
@@ -126,7 +123,6 @@ def regularized_ratio(half_square: float, dim: int) -> float:
 
     Args:
         half_square: w, at least 0.
-        dim: d.
     """
     w = number("half_square", half_square, at_least=0)
     if w == 0:
@@ -161,7 +157,6 @@ def regularized_chernoff(ratio: float, length: float, dim: int) -> Chernoff:
     Args:
         ratio: a / SMREG(x, y), above 1.
         length: ``|z|``.
-        dim: d.
     """
     if not ratio > 1:
         raise ValueError(f"ratio must be above 1, the mean of the estimator over itself, got {ratio}.")

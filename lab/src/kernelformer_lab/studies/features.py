@@ -74,11 +74,8 @@ class About:
     Args:
         kind: one of `SYNTHETIC`, or the name of a model.
         norm: of all queries and keys as the kernel sees them, times sqrt(scale); None: those of a model.
-        tokens: L.
-        head_dim: D.
         causal: whether a token sees earlier ones only.
         query_norm: mean norm of the queries as the kernel sees them.
-        key_norm: the same of the keys.
     """
 
     kind: str
@@ -223,7 +220,6 @@ def new_row(data: str, window: int, attention: str, size: int | None, found: Seq
     """Errors of one attention in one case.
 
     Args:
-        data: name of the case.
         window: tokens nearby that were exact; 0: none.
         attention: its spec, or one of `REFERENCES`.
         size: number of features or landmarks; None: it has none to set.
@@ -320,7 +316,6 @@ class Sized:
 
     Args:
         spec: method and options, as it was given.
-        method: its name.
         options: of `build_attention`.
         size: number of features or landmarks; None: the method has none to set.
     """
@@ -386,11 +381,7 @@ def calibrated(core: AttentionCore, query: Tensor, key: Tensor) -> AttentionCore
 
 
 class Target:
-    """Exact attention in one case, and the distances of others from it.
-
-    Args:
-        case: queries, keys and values.
-    """
+    """Exact attention in one case, and the distances of others from it."""
 
     def __init__(self, case: Case) -> None:
         self.case = case

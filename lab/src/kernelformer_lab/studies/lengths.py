@@ -44,11 +44,9 @@ class Subject:
     """The pretrained model that is measured.
 
     Args:
-        folder: of a transformers model.
         task: one of `TASKS`; ``auto``: what the model is. With random weights BERT and its kin can be ``causal``.
         random: whether its weights are drawn, and only its configuration is read.
         allow_pickle: whether weights may be read from a pickle.
-        batch: sequences of a pass.
     """
 
     folder: str
@@ -61,7 +59,6 @@ class Subject:
         """Build the model in evaluation mode with positions for ``length`` tokens; return it and what was stretched.
 
         Args:
-            length: tokens.
             head: whether it predicts tokens, for generating; without one there are no numbers over the vocabulary,
                 which would be as many for every attention.
         """
@@ -184,7 +181,6 @@ class Contender:
     """One way to serve the model: it reads the prompt into a new cache, and continues from the last one.
 
     Args:
-        model: the original.
         name: see `contender`.
         chunk: tokens that it reads at once.
     """

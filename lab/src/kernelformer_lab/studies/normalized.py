@@ -26,11 +26,12 @@ from kernelformer.models import KernelformerPreTrainedModel
 from kernelformer.models.embeddings import Embeddings
 from kernelformer.modules import RelativePositions, build_attention, parse_method
 from kernelformer.modules.core import AttentionCore
-from kernelformer.settings import option, plain
+from kernelformer.settings import option
 from kernelformer_lab.analysis.statistics import mean_and_error
 from kernelformer_lab.comparison import Plan, check
 from kernelformer_lab.data.batching import spread_evenly
 from kernelformer_lab.figures import drawing, table
+from kernelformer_lab.records import plain
 from kernelformer_lab.studies.base import Log, Progress, Record, Row, Study
 from kernelformer_lab.studies.runs import METRIC, ByteModelSettings, bits, byte_run, trained_model
 from kernelformer_lab.tasks import Task, make_task
@@ -107,7 +108,6 @@ def kernel_norms(model: nn.Module, tokens: Tensor) -> dict[str, float]:
     """Norms ``|x| sqrt(scale)`` of what the kernels of a model see, of unit length where it normalizes them.
 
     Args:
-        model: of this library.
         tokens: (B, L).
 
     Returns:

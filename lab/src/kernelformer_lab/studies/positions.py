@@ -70,9 +70,6 @@ def row_error(
 
     Args:
         norm: R; queries and keys are uniform on the sphere of that radius.
-        num_features: M.
-        head_dim: D.
-        keys: n, in each row.
         queries: rows per draw; the paper takes one.
         draws: of keys, queries and frequencies, at least 2.
         draw: of the frequencies; the paper's Eq. 5 draws them independently.

@@ -45,12 +45,8 @@ class SplitCase:
     """An attention whose tokens are on several ranks, and the inputs of one of them.
 
     Args:
-        attention: its spec.
         causal: whether a query sees only what came before it.
-        batch: B.
-        heads: H.
         key_heads: G; 0: as many as there are heads.
-        head_dim: D, of the values too.
         dtype: of the inputs, by torch's name.
         masked: whether some keys are hidden.
         packed: whether rows hold several sequences.
@@ -220,9 +216,6 @@ def time_ranks(
     """One rank of the times: of each case by itself and over ranks, in turns with their parts; and bytes sent.
 
     Args:
-        rank: of this process.
-        count: number of ranks.
-        store: file that they meet in.
         cases: fields of `SplitCase`.
         length: tokens of each rank that are timed.
         lengths: of tokens for which bytes are counted.

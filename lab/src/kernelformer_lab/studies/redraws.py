@@ -168,7 +168,6 @@ class Samples:
     """Samples of the validation split in batches of similar lengths, so that little is padding.
 
     Args:
-        batches: inputs of the model.
         labels: (N), in the order of the batches.
     """
 
@@ -257,7 +256,6 @@ def gradient_statistics(
 
     Args:
         folder: of a finished run of a classification task.
-        draws: how many.
         samples: the first so many of the validation split.
         first_draw: number of the first draw; None: after the one that the last model has.
         levels: of accuracy, as the paper has 0.2, 0.4, 0.6 and 0.8: only the first checkpoint at each, and the end;
@@ -478,7 +476,6 @@ def eigenvalue_table(eigenvalues: dict[str, Any], title: str) -> Table:
 
     Args:
         eigenvalues: of `eigenvalue_statistics`.
-        title: of the table.
     """
     start, end = (eigenvalues[x]["heads"] for x in ("start", "end"))
     rows = [

@@ -49,8 +49,6 @@ def train_model(run: Run, folder: Path, name: str, log: Log, value: str = "loss"
     """Train a model, or resume its training; of a finished one return the result.
 
     Args:
-        run: its settings.
-        folder: of the run.
         name: of the model, for the log.
         log: takes a sentence on every measured value.
         value: what is logged: "loss", or "eval_" and a metric.
@@ -73,8 +71,6 @@ def byte_run(settings: ByteModelSettings, attention: str, **changes: Any) -> Run
     """The training run of a model.
 
     Args:
-        settings: of the study.
-        attention: its spec.
         changes: settings of the run that are others; a tenth of the steps is always warm-up.
     """
     data = {} if settings.data is None else {"data": str(settings.data)}

@@ -38,9 +38,6 @@ class LastDraw(TrainerCallback):
 
     Weights are fitted to the draws that they have seen; one that comes when they hardly move any more stays foreign to
     them, and it is the one that the model keeps.
-
-    Args:
-        schedule: of the redraws.
     """
 
     LATE = 0.25
@@ -168,7 +165,6 @@ class Board(TensorBoardCallback):
     """Curves for TensorBoard; a run does not end because they cannot be written.
 
     Args:
-        folder: of its files.
         step: from which on earlier curves are forgotten.
     """
 
@@ -212,8 +208,6 @@ class RankWatchdog(TrainerCallback):
 
     Args:
         store: that the processes have in common.
-        rank: of this process.
-        world: how many there are.
         timeout: seconds that a process waits for others.
         folder: of the run, for the way out.
     """

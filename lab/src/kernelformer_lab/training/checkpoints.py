@@ -115,7 +115,6 @@ def locked(folder: Path, doing: str = "is training in") -> Iterator[None]:
     If nothing was written meanwhile, neither the lock nor a folder that was made for it stays.
 
     Args:
-        folder: that is locked.
         doing: what the other process does there, for the error.
     """
     new, lock = [x for x in (folder, *folder.parents) if not os.path.exists(x)], folder / ".lock"

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any, TypeVar
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kernelformer.errors import choice, flag, integer, number, positive_int, unknown
+
+if TYPE_CHECKING:
+    from kernelformer.modules import AttentionSpec
 
 # "constant" alone would leave out the warm-up without a word.
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup", "inverse_sqrt": "inverse_sqrt"}
@@ -208,8 +213,6 @@ class Run:
     @property
     def label(self) -> str:
         """The attention as people say it: ``favor+:num_features=64``, ``2 x softmax, 4 x elu``, ``softmax > elu``."""
-        from kernelformer.modules.spec import join_blocks, join_sides
-
         decoder = None if self.decoder_attention is None else join_blocks(self.decoder_attention)
         return join_sides(join_blocks(self.attention), decoder)
 
@@ -257,10 +260,48 @@ def extension(run: Run, before: Run) -> str | None:
     return f"{run.steps} steps instead of {before.steps}; from here on the learning rate is {rule}"
 
 
+BETWEEN_SIDES = ">"
+_COMMA = re.compile(r",\s+(?![^(\[]*[)\]])")  # those within brackets belong to a value
+_COUNT = re.compile(r"(?:(\d+) x )?(.*)", re.DOTALL)
+
+
+def parse_blocks(text: str) -> list[AttentionSpec]:
+    """Read ``2 x A, 4 x B``: the attentions of one side, block after block; ``A`` alone has no count."""
+    from kernelformer.modules import AttentionSpec
+
+    blocks = []
+    for part in _COMMA.split(text):
+        match = _COUNT.fullmatch(part.strip())
+        assert match is not None  # it matches anything
+        count = None if match[1] is None else int(match[1])
+        blocks.append(replace(AttentionSpec.parse(match[2]), count=count))
+    return blocks
+
+
+def join_blocks(attentions: str | Sequence[str]) -> str:
+    """Write one attention for all blocks, or a list with one for each: ``2 x A, 4 x B``."""
+    if isinstance(attentions, str):
+        return attentions
+    return ", ".join(f"{len(list(same))} x {spec}" for spec, same in groupby(attentions))
+
+
+def parse_sides(text: str) -> tuple[str, str | None]:
+    """Read ``A > B``: the encoder's attention and the decoder's; the second is None where there is only one."""
+    first, *rest = (x.strip() for x in text.split(BETWEEN_SIDES))
+    if not rest:
+        return first, None
+    if len(rest) > 1 or not (first and rest[0]):
+        raise ValueError(f"{BETWEEN_SIDES} stands between the encoder's attention and the decoder's, got {text!r}.")
+    return first, rest[0]
+
+
+def join_sides(encoder: str, decoder: str | None) -> str:
+    """Write ``A > B``, or ``A`` where there is only one."""
+    return encoder if decoder is None else f"{encoder} {BETWEEN_SIDES} {decoder}"
+
+
 def attention_settings(text: str) -> dict[str, str | None]:
     """Settings of a run for ``A``, or ``A > B`` for an encoder by A and a decoder by B; A alone is for both."""
-    from kernelformer.modules.spec import parse_sides
-
     encoder, decoder = parse_sides(text)
     return {"attention": encoder, "decoder_attention": decoder}
 

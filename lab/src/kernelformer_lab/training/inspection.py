@@ -38,7 +38,6 @@ class DamagedError(TrainingError):
 
     Args:
         fact: which file, and what is wrong with it.
-        way: what to do about it.
     """
 
     def __init__(self, fact: str, way: str) -> None:
@@ -74,8 +73,6 @@ def examine(
     """Return the result of a finished run, or the checkpoint to resume from, its step, and remarks.
 
     Args:
-        run: what is to be trained.
-        folder: of the run.
         resume: whether to resume what is there.
         data: gives the fingerprint of the task, which a finished run does not need.
         start: gives the hash of the weights to start from, which a run with a checkpoint does not need.

@@ -40,7 +40,6 @@ class Contributions:
         answers: (N) classes or numbers, of models with one answer per sample.
         labels: (N), of the same.
         top5: (N) whether the label was among the five likeliest classes, where there are more.
-        split: its name.
     """
 
     losses: NDArray[Any]
@@ -135,7 +134,6 @@ class Meter(TrainerCallback, ExportableState):
 
     Args:
         device: of the model; what is in its memory now does not count.
-        forwards: of one step.
     """
 
     def __init__(self, device: torch.device, forwards: int = 1) -> None:

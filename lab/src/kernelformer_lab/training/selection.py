@@ -146,9 +146,7 @@ class Order(Sampler[int]):
     It has no epochs at which a short batch would come, so it does not depend on how a batch is divided either.
 
     Args:
-        size: number of samples.
         count: how many are wanted, with repetition.
-        seed: of the permutations.
     """
 
     def __init__(self, size: int, count: int, seed: int) -> None:
@@ -174,8 +172,6 @@ class GroupedOrder(Sampler[int]):
     Args:
         make: the order of so many samples.
         lengths: (N) of all samples.
-        batch: samples of an update.
-        count: how many are wanted.
         seed: of the order of the batches.
     """
 
@@ -205,9 +201,6 @@ def training_order(data: Dataset[Any], *, count: int, batch: int, seed: int, gro
     Args:
         data: to learn from; its own ``sampler(count, seed)`` counts where it has one, being too large for a
             permutation.
-        count: samples of all updates.
-        batch: samples of an update.
-        seed: of the order.
         grouped: whether batches are of samples of about one length (`check_grouping`).
     """
     own = getattr(data, "sampler", None)

@@ -61,8 +61,6 @@ def take_best(folder: Path, task: Task, trainer: RunTrainer, data: Dataset[Any] 
     """Give the model its best weights, where they were selected, and return their scores on the test split.
 
     Args:
-        folder: of the run.
-        task: of the run.
         trainer: that has made all steps, on every process.
         data: the test split; None: the last weights are the result.
     """
@@ -80,13 +78,9 @@ def finish(
     """Write the model and the result of a run that is at its end.
 
     Args:
-        run: its settings.
-        folder: of it.
-        task: of it.
         trainer: whose model has the weights to keep.
         test: of `take_best`.
         remarks: of the task, that were said already.
-        say: called with sentences.
     """
     result = _result(task, trainer, test, metrics(folder))
     for remark in task.remarks():
@@ -190,7 +184,6 @@ def start_from(model: PreTrainedModel, folder: Path) -> str:
     another length: a distance means the same in both, and those beyond the saved ones start as the farthest of them.
 
     Args:
-        model: changed in place.
         folder: of `save_pretrained`, or of a finished run.
     """
     source = _place(folder)
@@ -252,7 +245,6 @@ def check_vocabulary(task: Task, folder: Path) -> None:
     """Raise if a saved model was trained with another vocabulary: its embeddings would go to other tokens.
 
     Args:
-        task: maybe one with a vocabulary.
         folder: of `save_pretrained`, or of a finished run.
     """
     file, make = _place(folder) / TOKENIZER, getattr(task, "vocabulary", None)

@@ -49,10 +49,6 @@ class Context:
 
         processes = data x context          ranks of one sequence are neighbours
 
-    Args:
-        size: ranks for each sequence, C.
-        device: of the model.
-
     Attributes:
         replicas: how many groups there are, which have samples of their own.
         ranks: of this process's group.
@@ -96,11 +92,6 @@ class Repeated(Sampler[int]):
     """Batches of an order several times each, one for every rank of a sequence.
 
     Processes take batches in turn, so that neighbours get the same one.
-
-    Args:
-        order: of the samples.
-        batch: samples of a batch.
-        times: ranks of a sequence.
     """
 
     def __init__(self, order: Sampler[int], batch: int, times: int) -> None:
@@ -138,8 +129,6 @@ def training_arguments(run: Run, folder: Path, timeout: int) -> TrainingArgument
     """The run in Hugging Face's words; starts torch.distributed where several processes were launched.
 
     Args:
-        run: the settings.
-        folder: of the run.
         timeout: seconds that a process waits for the others.
 
     Raises:
@@ -207,14 +196,9 @@ class RunTrainer(TaskTrainer):
     Where ranks share a sequence (`Context`), batches are cut to a rank's tokens, and what ranks find is put together.
 
     Args:
-        run: its settings.
-        task: made of them.
-        model: with its first weights.
         args: of `training_arguments`.
-        meter: counts its time and tokens.
         recorder: hears of a loss that is not finite.
         best: which weights are kept as the best so far; None: the last ones are the result.
-        rest: further arguments of the trainer.
     """
 
     def __init__(

@@ -71,13 +71,7 @@ class Family:
         raise TypeError(f"{type(self).__name__} does not say the sizes of a {type(module).__name__}.")
 
     def has_bias(self, module: nn.Module, name: str, cross: bool) -> bool:
-        """Tell whether an attention adds a relative bias to its logits.
-
-        Args:
-            module: the attention.
-            name: as `named_modules` has it.
-            cross: whether its keys are those of other tokens than its queries.
-        """
+        """Tell whether an attention adds a relative bias to its logits."""
         return False
 
     def reason_to_keep(self, module: nn.Module) -> str:
