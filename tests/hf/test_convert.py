@@ -483,11 +483,11 @@ def test_what_is_proposed_can_be_done(kind):
 def test_a_reason_leaves_the_number_of_features_to_the_settings():
     found = proposal(tiny("GPT2LMHeadModel"), distilled=True)
     assert found.features == 64
-    assert "features" not in found.reason  # others may be asked for
+    assert "features" not in found.why  # others may be asked for
 
 
 def test_a_decoder_without_training_takes_what_measures_better():
     found = proposal(tiny("GPT2LMHeadModel"), distilled=False, compare=lambda specs: {x: -len(x) for x in specs})
     assert found.attention == "loglinear:window=64:sinks=4"
-    assert "local:window=64:sinks=4 -23" in found.reason
-    assert "no texts" in proposal(tiny("GPT2LMHeadModel"), distilled=False).reason
+    assert "local:window=64:sinks=4 -23" in found.why
+    assert "no texts" in proposal(tiny("GPT2LMHeadModel"), distilled=False).why
