@@ -731,7 +731,7 @@ class Pass:
                 t = self._mixture(group, carries)
                 seen = torch.mul(t.weights, t.decay.mT, out=work.take("far", *t.weights.shape)).sum(2)
                 far = self._far_scores(t)
-                seen.add_(far.sum((0, 3)))
+                seen.add_(far.sum(3).sum(0))
                 small = seen < positive.LOST
                 row_scale, log_far, some = torch.ones_like(seen), t.peak, bool(small.any())
                 if some:
