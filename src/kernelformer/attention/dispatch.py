@@ -6,7 +6,7 @@
 | short, normalized, of a positive map | `short`: the matrix of weights |
 | bidirectional, causal | `linear`, `causal` |
 | near tokens exactly | `near_far` |
-| a relative bias | `relative`: by tiles, `fft` where that is faster and safe |
+| a relative bias | `near_far` within a distance; else `relative`: by tiles, `fft` where that is faster and safe |
 
 A choice depends on sizes, on the device and on what was asked for; values are looked at only where a bias may be
 constant beyond a distance, or too rough for transforms, and only where looking is free.

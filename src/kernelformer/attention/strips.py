@@ -160,11 +160,14 @@ class Strips:
         x = x[block]
         b, g, r, length, width = x.shape
         low, high, before, after = self._inside(first, blocks, length)
-        piece = x[:, :, :, low:high]
+        piece, (begin, before), (end, after) = x[:, :, :, low:high], *(divmod(n, self.size) for n in (before, after))
         if before or after:
             piece = F.pad(piece, (0, 0, before, after), value=fill)
         rows = self.work.take(name, blocks, b, g, r, self.size, width)
-        rows.copy_(piece.unflatten(3, (blocks, self.size)).permute(3, 0, 1, 2, 4, 5))
+        for empty in (rows[:begin], rows[blocks - end :]):
+            empty.fill_(fill)
+        inside = piece.unflatten(3, (blocks - begin - end, self.size))
+        rows[begin : blocks - end].copy_(inside.permute(3, 0, 1, 2, 4, 5))
         return rows.view(blocks * b * g, r * self.size, width)
 
     def put(self, target: Tensor, rows: Tensor, block: slice, first: int, add: bool = False) -> None:
@@ -607,7 +610,7 @@ class Pass:
         first = st.far[0] if st.far else 0
         blocks = p.view(st.total, N, features, C)[first : first + len(near)]
         phi = torch.mul(blocks, ratio, out=take("phi", *blocks.shape) if keep else blocks)
-        old = take("old", c, N, features, self.s.E)
+        old = take("kv", c, N, features, self.s.E)  # the ladders have taken up the means
         means = [x.mean[1:] if side else x.mean[:-1] for side, x in enumerate(ladders)]
         torch.mul(means[0], shares[0], out=old)
         if st.sides > 1:
@@ -627,6 +630,11 @@ class Pass:
     def _phi_blocks(self, x: Tensor) -> list[Tensor]:
         """The same of what begins with the first far block."""
         return [x[at - self.st.far[0] :][: self.st.together].flatten(0, 1) for at in self.st.far]
+
+    def _columns(self, x: Tensor) -> list[Tensor]:
+        """Of (c N, R C, width) with a window the columns of each far block."""
+        columns = x[..., self.st.count :].unflatten(2, (-1, self.st.size))
+        return [columns[..., at, :] for at in self.st.far]
 
     def _times_factors(self, pairs: Tensor) -> Tensor:
         """Multiply what belongs to the far pairs of strips (n, c N, R C, C) by their factors, in place."""
@@ -721,9 +729,9 @@ class Pass:
             row_log, den = log, torch.ones_like(log)
             if st.sides:
                 t = self._mixture(group, carries)
+                seen = torch.mul(t.weights, t.decay.mT, out=work.take("far", *t.weights.shape)).sum(2)
                 far = self._far_scores(t)
-                past = torch.mul(t.weights, t.decay.mT, out=work.take("slope", *t.weights.shape))
-                seen = past.sum(2).add_(far.sum((0, 3)))
+                seen.add_(far.sum(3).sum(0))
                 small = seen < positive.LOST
                 row_scale, log_far, some = torch.ones_like(seen), t.peak, bool(small.any())
                 if some:
@@ -746,12 +754,18 @@ class Pass:
             if not st.sides:
                 torch.bmm(scores, values, out=out).mul_(share)  # 0 where no key is visible
             else:
+                scores.mul_(share)
+                share = far_share.masked_fill(small | unseen, 0).unsqueeze(2)
                 torch.bmm(t.weights, t.old, out=out)
-                for pairs, v in zip(far, self._far_blocks(group.v.unflatten(0, (-1, self.N))), strict=True):
-                    out.baddbmm_(pairs, v)
-                out.mul_(far_share.masked_fill(small | unseen, 0).unsqueeze(2))
+                if st.near:  # one product for near and far pairs
+                    for pairs, columns in zip(far, self._columns(scores), strict=True):
+                        columns.addcmul_(pairs, share)
+                else:
+                    for pairs, v in zip(far, self._far_blocks(group.v.unflatten(0, (-1, self.N))), strict=True):
+                        out.baddbmm_(pairs, v)
+                out.mul_(share)
                 if st.width:
-                    out.baddbmm_(scores.mul_(share), values)
+                    out.baddbmm_(scores, values)
                 for row, index, one in lost:
                     out[row, index] += one.rescue.sums(one.v) * far_share[row, index].unsqueeze(1)
                 for x in results.row_scales:
@@ -849,6 +863,19 @@ class Pass:
         # Not exp(scores - total): an exponential of EMPTY takes ten times as long as one of a number.
         weights.mul_(log.sub_(total).exp_().unsqueeze(2))
         slope = torch.bmm(g, values.mT, out=work.take("gv", *weights.shape))
+        dk, dv = (x.new_zeros(st.total * self.N, st.size, x.shape[2]) for x in (keys, values))
+        far = far_slope = slope[:0]
+        if t is not None and row_scale is not None:
+            t.weights.mul_((t.peak - total).exp_().masked_fill_(row_scale <= 0, 0).unsqueeze(2))
+            far = self._far_scores(t)
+            far_slope = work.take("far slope", *far.shape)
+            by_place = (x.unflatten(0, (-1, self.N)) for x in (group.v, dv))
+            for number, (v, target) in enumerate(zip(*map(self._far_blocks, by_place), strict=True)):
+                if st.near:
+                    torch.add(self._columns(slope)[number], delta, out=far_slope[number])
+                else:
+                    torch.baddbmm(delta, g, v.mT, out=far_slope[number])
+                    target.baddbmm_(far[number].mT, g)
         drops = self._drops(group.start)
         if drops is not None:
             slope.mul_(drops)
@@ -859,22 +886,15 @@ class Pass:
             self._add_bias_grads(grads, slope, group.start)
         slope.mul_(self.call.scale)
         dq = torch.bmm(slope, keys, out=work.take("dxq", *group.xq.shape))
-        dk, dv = (x.new_zeros(st.total * self.N, st.size, x.shape[2]) for x in (keys, values))
         sinks = grads.sinks or (None, None)
         self.add_windows(dk, torch.bmm(slope.mT, group.xq, out=work.take("dw", *keys.shape)), sinks[0])
+        for pairs, columns in zip(far, self._columns(weights), strict=True) if st.near else ():
+            columns.add_(pairs)
         self.add_windows(dv, torch.bmm(weights.mT, g, out=work.take("dw", *values.shape)), sinks[1])
-        far_slope = slope[:0]
-        if t is not None and row_scale is not None:
-            t.weights.mul_((t.peak - total).exp_().masked_fill_(row_scale <= 0, 0).unsqueeze(2))
-            far = self._far_scores(t)
-            far_slope = work.take("far slope", *far.shape)
-            by_place = (x.unflatten(0, (-1, self.N)) for x in (group.v, dv))
-            for pairs, d_pairs, v, d_v in zip(far, far_slope, *map(self._far_blocks, by_place), strict=True):
-                torch.baddbmm(delta, g, v.mT, out=d_pairs)
-                d_v.baddbmm_(pairs.mT, g)
-            if st.inner:
-                by_head = far.mul_(far_slope).view(len(far), -1, *self.pair_grads.shape[:2], st.size).sum(1)
-                self.pair_grads += by_head.movedim(0, 2).flatten(2)
+        if t is not None and st.inner:
+            by_head = far.mul_(far_slope).view(len(far), -1, *self.pair_grads.shape[:2], st.size).sum(1)
+            self.pair_grads += by_head.movedim(0, 2).flatten(2)
+        if t is not None:
             self._times_factors(far_slope)
         return dq, dk, dv, far_slope
 

@@ -277,7 +277,7 @@ class BiasedAttention:
 
     Args:
         feature_map: phi; only its settings are used, since replicas of a model have maps of their own.
-        normalize_qk: whether calls that are not streamed divide queries and keys by their L2 norm here, tile by tile.
+        normalize_qk: whether calls that are not streamed divide queries and keys by their L2 norm here.
     """
 
     def __init__(self, feature_map: FeatureMap, *, normalize_qk: bool) -> None:
