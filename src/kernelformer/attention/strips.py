@@ -98,6 +98,8 @@ class Strips:
         # Both sides' factors are part of the logarithms of the sums where they differ; else rows have them.
         self.inner = self.bias is not None and self.sides == 2
         self.far = self._far_blocks() if self.sides else []
+        # Key blocks of a group that some query has as far ones; of a causal call without the last of its window.
+        self.mapped = self.together + (self.blocks - 1 if self.sides == 2 else max([0, *(x.at for x in self.far)]))
         mask = torch.cat([x.mask for x in self.far] or [self.distance[:, :0]], 1)
         self.far_mask = mask.to(self.dtype).repeat(s.R, 1)  # (R C, n C)
         self.width = self.count + (self.blocks * self.size if call.window or self.far else 0)
@@ -241,9 +243,9 @@ class Mixture(NamedTuple):
     """The far part of a group.
 
     Args:
-        weights: (c N, R C, M) of the features, the largest of a row 1.
+        weights: (c N, R C, M) of the features, those of a row add up to 1.
         peak: (c N, R C), the logarithm of what they were divided by, with the factor of the row.
-        p: (k N, M, C), the softmax of the log features over the keys of a block.
+        p: (m N, M, C), of the blocks that are mapped, the softmax of the log features over the keys of a block.
         parts: (c N, M, n C), the features of the far blocks of a strip.
         shares: of the sums on each side, (c N, M, 1) each.
         old: (c N, M, E), the mean of the sums times their share.
@@ -523,13 +525,13 @@ class Pass:
                 first = st.count + at * st.size
                 blocks[at : at + st.together] += rows[:, :, first : first + st.size]
 
-    def _sink_bias(self, start: int) -> Tensor:
-        """Summand of the scores of sinks, (c, b, G or 1, R or 1, C, s): EMPTY in the window and where hidden."""
+    @cached_property
+    def _sink_bias(self) -> Tensor:
+        """Summand of the scores of sinks by block, (n, b, G or 1, R or 1, C, s): EMPTY in the window and if hidden."""
         st, sinks, bias, s = self.st, self.st.sinks, self.st.bias, self.s
         assert sinks is not None
-        length = st.together * st.size
-        query = torch.arange(start, start + length, device=self.work.device) + self.call.offset
-        distance = sinks.position[self.block].unsqueeze(1) - query.view(1, -1, 1)  # (b, c C, s)
+        query = torch.arange(len(st.groups()) * st.together * st.size, device=self.work.device) + self.call.offset
+        distance = sinks.position[self.block].unsqueeze(1) - query.view(1, -1, 1)  # (b, n C, s)
         visible = sinks.visible[self.block].unsqueeze(1) & (distance.abs() >= self.call.window)
         if self.call.is_causal:
             visible = visible & (distance <= 0)
@@ -541,9 +543,9 @@ class Pass:
                 reach = torch.where(distance <= 0, self.call.window, max(self.call.window, 1))
                 logs = logs - bias.slope.to(logs).view(1, -1, 1, 1) * (distance.abs() - reach).unsqueeze(1)
             logs = logs.clamp_min(EMPTY)
-        logs = logs.masked_fill(~visible.unsqueeze(1), EMPTY)  # (b, H or 1, c C, s)
+        logs = logs.masked_fill(~visible.unsqueeze(1), EMPTY)  # (b, H or 1, n C, s)
         heads = (1, 1) if bias is None else (s.G, s.R)
-        return logs.view(-1, *heads, st.together, st.size, st.count).movedim(3, 0)
+        return logs.view(self.count, *heads, -1, st.size, st.count).movedim(3, 0)
 
     def _scores(self, group: Group, keys: Tensor) -> Tensor:
         """s_ij of a group, (c N, R C, width), EMPTY where key j is not near, and in columns that are far only."""
@@ -563,7 +565,8 @@ class Pass:
             hidden = group.hidden[at : at + st.together, :, None, None, None]
             whole[..., st.count + at * st.size : st.count + (at + 1) * st.size].masked_fill_(hidden, EMPTY)
         if st.count:
-            whole[..., : st.count].add_(self._sink_bias(group.start))
+            first = group.start // st.size
+            whole[..., : st.count].add_(self._sink_bias[first : first + st.together])
         return scores
 
     def _drops(self, start: int) -> Tensor | None:
@@ -600,15 +603,16 @@ class Pass:
         """Map a group, and merge the sums around the strip of every block."""
         st, take, features = self.st, self.work.take, self.call.features
         c, N, C = st.together, self.N, st.size
-        p = self.chunks(st.total).keys(group.k, take("keys", len(group.k), features, C))
-        logs = self._key_logs(group.first, group.first + st.total * C, group.start)
+        k, v, size = group.k[: st.mapped * N], group.v[: st.mapped * N], (st.mapped, N, features, -1)
+        p = self.chunks(st.mapped).keys(k, take("keys", len(k), features, C))
+        logs = self._key_logs(group.first, group.first + st.mapped * C, group.start)
         if logs is not None:
-            p.view(st.total, N, features, C).add_(logs.view(N, 1, st.total, C).movedim(2, 0))
+            p.view(size).add_(logs.view(N, 1, st.mapped, C).movedim(2, 0))
         if group.far_hidden is not None:
-            whole = p.view(st.total, self.count, self.s.G, features, C)
-            whole.masked_fill_(group.far_hidden[:, :, None, None], EMPTY)
-        mass = softmax_mass(p).view(st.total, N, features, 1)
-        mean = torch.bmm(p, group.v, out=take("kv", len(group.k), features, self.s.E)).view(st.total, N, features, -1)
+            whole = p.view(st.mapped, self.count, self.s.G, features, C)
+            whole.masked_fill_(group.far_hidden[: st.mapped, :, None, None], EMPTY)
+        mass = softmax_mass(p).view(size)
+        mean = torch.bmm(p, v, out=take("kv", len(k), features, self.s.E)).view(size)
         ladders = [self._ladder(side, carry, mass, mean) for side, carry in enumerate(carries)]
         terms = [x.log[1:] if side else x.log[:-1] for side, x in enumerate(ladders)]
         terms += [mass[x.at : x.at + c] for x in st.far]
@@ -617,10 +621,9 @@ class Pass:
             sides = [*range(st.sides), *(x.side for x in st.far)]
             terms = [x + factors[side] for x, side in zip(terms, sides, strict=True)]
         whole = torch.stack(terms)
-        top = whole.logsumexp(0)  # (c, N, M, 1)
-        whole.sub_(top).exp_()
+        top = softmax_mass(whole, 0)[0]  # (c, N, M, 1)
         parts = take("parts", c, N, features, len(st.far) * C)
-        p5 = p.view(st.total, N, features, C)
+        p5 = p.view(size)
         for number, x in enumerate(st.far):
             torch.mul(p5[x.at : x.at + c], whole[st.sides + number], out=parts[..., number * C : (number + 1) * C])
         old = take("old", c, N, features, self.s.E)
@@ -633,9 +636,7 @@ class Pass:
         if self.slope is not None:
             at = torch.arange(c * C, device=self.work.device, dtype=self.work.dtype).view(c, 1, 1, C, 1)
             weights.view(c, N, self.s.R, C, features).sub_(self.slope.view(-1, 1, 1, 1) * at)
-        peak = weights.amax(-1, keepdim=True)
-        weights.sub_(peak).exp_()
-        peak = peak.squeeze(2)
+        peak = softmax_mass(weights).squeeze(2)
         if not st.inner:
             by_head = st.far_logs[0].view(self.s.G, self.s.R, 1).expand(-1, -1, C).reshape(self.s.G, -1)
             peak = (peak.view(-1, self.s.G, peak.shape[1]) + by_head).view(peak.shape)
@@ -970,19 +971,20 @@ class Pass:
             parts: see `_far_backward`.
             targets: gradients of keys and values, (k N, C, X).
         """
-        st, (dk, dv), features, C = self.st, targets, self.call.features, self.st.size
-        sums = [x.new_zeros(st.total, *x.shape[1:]) for x in own[0]]  # of each key block
+        st, features, C = self.st, self.call.features, self.st.size
+        k, v, dk, dv = (x[: st.mapped * self.N] for x in (group.k, group.v, *targets))
+        sums = [x.new_zeros(st.mapped, *x.shape[1:]) for x in own[0]]  # of each key block
         for side, (ladder, totals, asked) in enumerate(zip(t.ladders, grads, own, strict=True)):
             for step in range(st.together) if side else reversed(range(st.together)):
                 for total, target, x in zip(totals, sums, asked, strict=True):
                     target[ladder.first + step].addcmul_(total, ladder.add[step])
                     total.mul_(ladder.keep[step]).add_(x[step])
         kv, mass = (x.flatten(0, 1) for x in sums)
-        slope = torch.baddbmm(mass, kv, group.v.mT, out=self.work.take("slope", *t.p.shape)).mul_(t.p)
-        blocks, pairs = slope.view(st.total, -1, features, C), parts.view(st.together, self.N, features, -1)
+        slope = torch.baddbmm(mass, kv, v.mT, out=self.work.take("slope", *t.p.shape)).mul_(t.p)
+        blocks, pairs = slope.view(st.mapped, -1, features, C), parts.view(st.together, self.N, features, -1)
         for number, far in enumerate(st.far):
             blocks[far.at : far.at + st.together] += pairs[..., number * C : (number + 1) * C]
-        dk.add_(self.chunks(st.total).vjp_keys(group.k, slope, self.work.take("dx", *group.k.shape)))
+        dk.add_(self.chunks(st.mapped).vjp_keys(k, slope, self.work.take("dx", *k.shape)))
         dv.baddbmm_(t.p.mT, kv)
 
     def _end_grads(
