@@ -19,6 +19,7 @@ D head dimension, M features, E value dimension.
 
 from __future__ import annotations
 
+import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -42,16 +43,18 @@ class Workspace:
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
         self._flat: dict[str, Tensor] = {}
+        self._views: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
     def take(self, name: str, *size: int) -> Tensor:
         """Return a contiguous tensor of this size over the buffer of this name; its contents are undefined."""
-        count = 1
-        for x in size:
-            count *= x
-        flat = self._flat.get(name)
-        if flat is None or flat.numel() < count:
-            flat = self._flat[name] = torch.empty(count, dtype=self.dtype, device=self.device)
-        return flat[:count].view(size)
+        view = self._views.get((name, size))
+        if view is None:
+            count, flat = math.prod(size), self._flat.get(name)
+            if flat is None or flat.numel() < count:
+                flat = self._flat[name] = torch.empty(count, dtype=self.dtype, device=self.device)
+                self._views.clear()  # some are of the buffer before
+            view = self._views[name, size] = flat[:count].view(size)
+        return view
 
 
 class PositiveChunks:

@@ -112,11 +112,11 @@ def _key_logits(chunks: PositiveChunks, x: Tensor, hidden: Tensor | None, fill: 
     return logits if hidden is None else logits.masked_fill_(hidden.unsqueeze(1), fill)
 
 
-def softmax_mass(logits: Tensor) -> Tensor:
-    """Softmax over the last axis, in place; returns the log of the sum, read off the largest entry before and after."""
-    peak = logits.amax(-1, keepdim=True)
-    torch.softmax(logits, -1, out=logits)
-    return peak.sub_(logits.amax(-1, keepdim=True).log_())
+def softmax_mass(logits: Tensor, dim: int = -1) -> Tensor:
+    """Softmax over an axis, in place; returns the log of the sum, read off the largest entry before and after."""
+    peak = logits.amax(dim, keepdim=True)
+    torch.softmax(logits, dim, out=logits)
+    return peak.sub_(logits.amax(dim, keepdim=True).log_())
 
 
 def weigh(weights: Tensor, column: Tensor) -> Tensor:

@@ -91,6 +91,8 @@ class Strips:
         blocks = mask.unflatten(1, (self.blocks, -1))
         self.far: list[int] = blocks.any(2).any(0).nonzero().squeeze(1).tolist()  # blocks of the strip with far keys
         self.far_mask: Tensor = blocks[:, self.far].flatten(1)  # (C, n C)
+        # Key blocks of a group that some query has as far ones; of a causal call without the last of its window.
+        self.mapped = self.together + (self.blocks - 1 if self.sides == 2 else max([0, *self.far]))
         # Far pairs and sums have factors of their own, beside that of their row, where these differ.
         self.inner = self.bias is not None and (self.sides == 2 or call.is_level)
         self.row_logs = call.query.new_zeros(s.H, dtype=self.dtype)
@@ -235,8 +237,9 @@ class Group:
         return self._fill(x, self.hidden, (1, 3), 0)
 
     def hide_far(self, logs: Tensor) -> Tensor:
-        """Set the log features (k N, M, C) of keys that are hidden from the far part to EMPTY, in place."""
-        return self._fill(logs, self.far_hidden, (1, 1), EMPTY)
+        """Set the log features (m N, M, C) of keys that are hidden from the far part to EMPTY, in place."""
+        hidden = None if self.far_hidden is None else self.far_hidden[: self._st.mapped]
+        return self._fill(logs, hidden, (1, 1), EMPTY)
 
     def _fill(self, x: Tensor, hidden: Tensor | None, axes: tuple[int, int], value: float) -> Tensor:
         if hidden is not None:
@@ -252,7 +255,7 @@ class Mixture(NamedTuple):
     Args:
         weights: (c N, R C, M) of the features, 1 in sum.
         peak: (c N, R C), the logarithm of what they were divided by, with the factor of the row.
-        p: (k N, M, C), the softmax of the log features over the keys of a block.
+        p: (m N, M, C), of the blocks that are mapped, the softmax of the log features over the keys of a block.
         ratio: (b, N, M, 1), the mass of these blocks in units of the largest around the group.
         phi: (b, N, M, C), p times ratio, of the blocks from the first far one to the last.
         shares: of the sums on each side, (c N, M, 1) each.
@@ -523,13 +526,13 @@ class Pass:
                 first = st.count + at * st.size
                 blocks[at : at + st.together] += rows[:, :, first : first + st.size]
 
-    def _sink_bias(self, start: int) -> Tensor:
-        """Summand of the scores of sinks, (c, b, G or 1, R or 1, C, s): EMPTY in the window and where hidden."""
+    @cached_property
+    def _sink_bias(self) -> Tensor:
+        """Summand of the scores of sinks by block, (n, b, G or 1, R or 1, C, s): EMPTY in the window and if hidden."""
         st, sinks, bias, s = self.st, self.st.sinks, self.st.bias, self.s
         assert sinks is not None
-        length = st.together * st.size
-        query = torch.arange(start, start + length, device=self.work.device) + self.call.offset
-        distance = sinks.position[self.block].unsqueeze(1) - query.view(1, -1, 1)  # (b, c C, s)
+        query = torch.arange(len(st.groups()) * st.together * st.size, device=self.work.device) + self.call.offset
+        distance = sinks.position[self.block].unsqueeze(1) - query.view(1, -1, 1)  # (b, n C, s)
         visible = sinks.visible[self.block].unsqueeze(1) & (distance.abs() >= self.call.window)
         if self.call.is_causal:
             visible = visible & (distance <= 0)
@@ -538,9 +541,9 @@ class Pass:
             tails = bias.tails.to(self.work.dtype).view(2, 1, s.H, 1, 1)
             logs = torch.where(distance.unsqueeze(1) <= 0, tails[0], tails[1])
             logs = logs.clamp_min(EMPTY)
-        logs = logs.masked_fill(~visible.unsqueeze(1), EMPTY)  # (b, H or 1, c C, s)
+        logs = logs.masked_fill(~visible.unsqueeze(1), EMPTY)  # (b, H or 1, n C, s)
         heads = (1, 1) if bias is None else (s.G, s.R)
-        return logs.view(-1, *heads, st.together, st.size, st.count).movedim(3, 0)
+        return logs.view(self.count, *heads, -1, st.size, st.count).movedim(3, 0)
 
     def _scores(self, group: Group, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Softmax of s_ij over the near keys of a group, (c N, R C, width), and the log of the sums, (c N, R C)."""
@@ -559,7 +562,8 @@ class Pass:
             hidden = group.hidden[at : at + st.together, :, None, None, None]
             whole[..., st.count + at * st.size : st.count + (at + 1) * st.size].masked_fill_(hidden, EMPTY)
         if st.count:
-            whole[..., : st.count].add_(self._sink_bias(group.start))
+            first = group.start // st.size
+            whole[..., : st.count].add_(self._sink_bias[first : first + st.together])
         return scores, softmax_mass(scores).squeeze(2)
 
     def _drops(self, start: int) -> Tensor | None:
@@ -596,9 +600,10 @@ class Pass:
         """Map a group, and merge the sums around the strip of every block; without ``keep`` p is lost."""
         st, take, features = self.st, self.work.take, self.call.features
         c, N, C = st.together, self.N, st.size
-        p = group.hide_far(self.chunks(st.total).keys(group.k, take("keys", len(group.k), features, C)))
-        mass = softmax_mass(p).view(st.total, N, features, 1)
-        mean = torch.bmm(p, group.v, out=take("kv", len(group.k), features, self.s.E)).view(st.total, N, features, -1)
+        k, v, size = group.k[: st.mapped * N], group.v[: st.mapped * N], (st.mapped, N, features, -1)
+        p = group.hide_far(self.chunks(st.mapped).keys(k, take("keys", len(k), features, C)))
+        mass = softmax_mass(p).view(size)
+        mean = torch.bmm(p, v, out=take("kv", len(k), features, self.s.E)).view(size)
         ladders = [self._ladder(side, carry, mass, mean) for side, carry in enumerate(carries)]
         shares = torch.stack([x.log[1:] if side else x.log[:-1] for side, x in enumerate(ladders)])
         if st.inner:
@@ -608,7 +613,7 @@ class Pass:
         shares.sub_(top).exp_()
         ratio = (near - top).exp_()
         first = st.far[0] if st.far else 0
-        blocks = p.view(st.total, N, features, C)[first : first + len(near)]
+        blocks = p.view(size)[first : first + len(near)]
         phi = torch.mul(blocks, ratio, out=take("phi", *blocks.shape) if keep else blocks)
         old = take("kv", c, N, features, self.s.E)  # the ladders have taken up the means
         means = [x.mean[1:] if side else x.mean[:-1] for side, x in enumerate(ladders)]
@@ -966,22 +971,23 @@ class Pass:
             late: see `_far_backward`.
             targets: gradients of keys and values, (k N, C, X).
         """
-        st, (dk, dv), features, C = self.st, targets, self.call.features, self.st.size
-        sums = [x.new_zeros(st.total, *x.shape[1:]) for x in own[0]]  # of each key block
+        st, features, C = self.st, self.call.features, self.st.size
+        k, v, dk, dv = (x[: st.mapped * self.N] for x in (group.k, group.v, *targets))
+        sums = [x.new_zeros(st.mapped, *x.shape[1:]) for x in own[0]]  # of each key block
         for side, (ladder, totals, asked) in enumerate(zip(t.ladders, grads, own, strict=True)):
             for step in range(st.together) if side else reversed(range(st.together)):
                 for total, target, x in zip(totals, sums, asked, strict=True):
                     target[ladder.first + step].addcmul_(total, ladder.add[step])
                     total.mul_(ladder.keep[step]).add_(x[step])
         kv, mass = (x.flatten(0, 1) for x in sums)
-        slope = torch.baddbmm(mass, kv, group.v.mT, out=self.work.take("slope", *t.p.shape))
+        slope = torch.baddbmm(mass, kv, v.mT, out=self.work.take("slope", *t.p.shape))
         first = st.far[0] if st.far else 0
-        slope.view(st.total, self.N, features, C)[first : first + len(d_phi)].addcmul_(d_phi, t.ratio)
+        slope.view(st.mapped, self.N, features, C)[first : first + len(d_phi)].addcmul_(d_phi, t.ratio)
         slope.mul_(t.p)
         for places, x in late:
             for at, own_slope in zip(places, x.split(C, 1), strict=True):
                 slope[at] += own_slope
-        dk.add_(self.chunks(st.total).vjp_keys(group.k, slope, self.work.take("dx", *group.k.shape)))
+        dk.add_(self.chunks(st.mapped).vjp_keys(k, slope, self.work.take("dx", *k.shape)))
         dv.baddbmm_(t.p.mT, kv)
 
     def _end_grads(

@@ -11,12 +11,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernelformer.contract import Role, SignedSpec
+from kernelformer.contract import Role, SignedSpec, transforms_active
 from kernelformer.errors import choice, positive_int
 from kernelformer.feature_maps.base import FeatureMap
 from kernelformer.feature_maps.exponential import DENSE, Dense
 
 _ROW = {"softmax": 0.5, "gaussian": 0.0}
+
+
+class _Waves(torch.autograd.Function):
+    """``[cos a, sin a]`` without copies of both; they are each other's derivatives, so that no others are computed."""
+
+    @staticmethod
+    def forward(ctx: Any, angle: Tensor) -> Tensor:
+        count = angle.shape[-1]
+        phi = angle.new_empty(*angle.shape[:-1], 2 * count)
+        torch.cos(angle, out=phi[..., :count])
+        torch.sin(angle, out=phi[..., count:])
+        ctx.save_for_backward(phi)
+        return phi
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (cos, sin), (by_cos, by_sin) = (x.chunk(2, -1) for x in (ctx.saved_tensors[0], grad))
+        return (cos * by_sin).addcmul_(sin, by_cos, value=-1)
 
 
 @dataclass(frozen=True)
@@ -56,7 +74,10 @@ class FourierSpec(SignedSpec):
         """Evaluate the formula."""
         wave, constant = self.sizes(normalize)
         angle = self.transform.project(x, tensors, math.sqrt(scale))
-        phi = torch.cat([angle.cos(), angle.sin()], -1)
+        if torch.compiler.is_compiling() or transforms_active():
+            phi = torch.cat([angle.cos(), angle.sin()], -1)
+        else:
+            phi = _Waves.apply(angle)  # type: ignore[no-untyped-call]
         if wave != 1:
             phi = wave * phi
         if self.smoothing:

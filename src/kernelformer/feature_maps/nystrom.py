@@ -76,9 +76,8 @@ class NystromSpec(SignedSpec):
         near = x - centre.unsqueeze(-2)
         norm = near.square().sum(-1, keepdim=True)
         logs = math.sqrt(scale) * near @ landmarks.transpose(-1, -2)
-        logs = logs.sub_(0.5 * scale * norm).add_(offset.unsqueeze(-2))
-        # Above 0 is rounding; the slope is that of the kernel all the same.
-        logs = logs - logs.detach().clamp_min(0) if torch.is_grad_enabled() else logs.clamp_max_(0)
+        logs = logs.add_(-0.5 * scale * norm).add_(offset.unsqueeze(-2))
+        logs.detach().clamp_max_(0)  # above 0 is rounding; the slope is that of the kernel all the same
         kernel = logs.exp_()
         phi = kernel if self.untied and role == "key" else kernel @ root
         return phi, self.row * scale * x.square().sum(-1, keepdim=True) if self.has_factor else None

@@ -13,7 +13,7 @@ scores of the near part (`near`) beside it, and E + 2 numbers a query and side.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -175,8 +175,10 @@ def _attend_whole(run: _Run) -> tuple[Tensor, Kept | None]:
     if isinstance(phi, PositiveMap) and phi.tied:
         far, kept = _both_sides(run, phi, value, hidden)
     elif phi is not None:
-        left, kept = _side(run, segment, False, None)
-        far = [left] if call.is_causal else [left, _side(run, segment, True, None)[0]]
+        gone = None if call.far_mask is None else ~call.far_mask[:, None, :, None]
+        both = phi.queries(call.query, call.key.shape[1]), phi.keys(call.key, call.value, gone)  # for both sides
+        left, kept = _side(run, segment, False, None, both)
+        far = [left] if call.is_causal else [left, _side(run, segment, True, None, both)[0]]
     near = PlainRows(call, value, run.leading) if run.is_plain else NearRows(call, *segment, run.leading)
     return _merged(run, near, far, segment), kept
 
@@ -243,8 +245,17 @@ def _both_sides(run: _Run, phi: PositiveMap, value: Tensor, hidden: Tensor | Non
     return sides, KeySums(kept.top[:rows], kept.sums[:rows])
 
 
-def _side(run: _Run, segment: tuple[int, int], mirror: bool, kept: Kept | None) -> tuple[RowSums, Kept]:
-    """Reads by some queries of the far keys on one side, and the sums of these; mirrored, from the end."""
+def _side(
+    run: _Run,
+    segment: tuple[int, int],
+    mirror: bool,
+    kept: Kept | None,
+    both: tuple[Mapped, Mapped] | None = None,
+) -> tuple[RowSums, Kept]:
+    """Reads by some queries of the far keys on one side, and the sums of these; mirrored, from the end.
+
+    ``both`` are these queries and all keys, mapped.
+    """
     (call, phi, size, _), (start, end) = run, segment
     assert phi is not None
     shift = call.offset + max(call.window, 1) if mirror else call.offset - call.window
@@ -252,10 +263,10 @@ def _side(run: _Run, segment: tuple[int, int], mirror: bool, kept: Kept | None) 
         kept = _beyond(run, end + shift, call.key.shape[2], kept, mirror)
     elif not mirror and start == 0:
         kept = _beyond(run, 0, shift, kept, mirror)
-    queries = phi.queries(call.query[:, :, start:end], call.key.shape[1])
-    keys, slope = _keys(run, start + shift, end + shift), _slope(call)
+    queries = both[0] if both else phi.queries(call.query[:, :, start:end], call.key.shape[1])
+    keys, slope = _keys(run, start + shift, end + shift, both[1] if both else None), _slope(call)
     if mirror:
-        queries, keys = _flipped(queries), _flipped(keys)
+        queries, keys = (_each(x, lambda part: part.flip(1)) for x in (queries, keys))
     if isinstance(phi, SignedMap):
         part, kept = _signed_side(phi, queries, keys, kept, size, slope)
     else:
@@ -280,23 +291,26 @@ def _signed_side(
     return own_scale(part), after._replace(top=after.top - slope.squeeze(2))
 
 
-def _flipped(mapped: Mapped) -> Mapped:
-    """Mapped queries or keys from the end."""
+def _each(mapped: Mapped, function: Callable[[Tensor], Tensor]) -> Mapped:
+    """Apply a function to every tensor of mapped queries or keys."""
     if isinstance(mapped, Tensor):
-        return mapped.flip(1)
-    flipped = [None if x is None else x.flip(1) for x in mapped]
-    return type(mapped)(*flipped) if hasattr(mapped, "_fields") else tuple(flipped)
+        return function(mapped)
+    parts = [None if x is None else function(x) for x in mapped]
+    return type(mapped)(*parts) if hasattr(mapped, "_fields") else tuple(parts)
 
 
-def _keys(run: _Run, low: int, high: int) -> Mapped:
+def _keys(run: _Run, low: int, high: int, mapped: Mapped | None = None) -> Mapped:
     """Mapped far keys low to high and their values, (N, n, ...): nothing where there are none, and for sinks."""
     call, phi = run.call, run.phi
     assert phi is not None
     first = clamp(max(low, run.leading), 0, call.key.shape[2])
     last = clamp(high, first, call.key.shape[2])
-    hidden = None if call.far_mask is None else ~call.far_mask[:, None, first:last, None]
     before = clamp(first - low, 0, high - low)
-    keys = phi.keys(call.key[:, :, first:last], call.value[:, :, first:last], hidden)
+    if mapped is None:
+        hidden = None if call.far_mask is None else ~call.far_mask[:, None, first:last, None]
+        keys = phi.keys(call.key[:, :, first:last], call.value[:, :, first:last], hidden)
+    else:
+        keys = _each(mapped, lambda x: x[:, first:last])
     return phi.padded(keys, before, high - low - before - (last - first))
 
 
