@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernelformer as kf
 from definition import FORGETS, VARIANTS, WHOLE, attend, build, close, inputs, padding
-from kernelformer.attention import dispatch, reference
+from kernelformer.attention import dispatch, near_far, reference
+from kernelformer.attention.near_far_call import NAMES, NearFarCall
 from kernelformer.attention.plain import biased, layout, positive
 from kernelformer.attention.plain import positive as scan
 from kernelformer.modules import bias as bias_checks
@@ -152,6 +153,26 @@ def test_a_slope_beyond_near_keys_equals_the_chunks(is_causal, small):
         how = {"is_causal": is_causal, "key_mask": mask, "max_distance": 4, "bias": table, "slope": slope}
         out, want = (core(*qkv, **how, algorithm=x) for x in ("plain", "chunked"))
         same_with_gradients(out, want, [*qkv, *core.parameters()])
+
+
+def test_graphs_of_earlier_versions_with_a_slope_go_forward_alone(small, monkeypatch):
+    core, qkv, calls = build("favor+ near"), inputs(71, G=2), []
+    table, _, slope = falling(71, 71, 4)
+    attend = dispatch.run_plain
+
+    def seen(name, **given):
+        calls.append(NearFarCall(**{x: given[x] for x in NAMES}))
+        return attend(name, **given)
+
+    monkeypatch.setattr(dispatch, "run_plain", seen)
+    with torch.no_grad():
+        want = core(*qkv, is_causal=True, max_distance=4, bias=table, slope=slope)
+    (call,) = calls
+    inputs_ = (*call.tensor_arguments, *call.settings)
+    results = near_far.OPERATOR.forward(*inputs_, False)
+    close(results[0], want)
+    with pytest.raises(ValueError, match="export the model again"):
+        near_far._backward(want, [], *results, *inputs_, False, False)
 
 
 @pytest.mark.parametrize("variant", ["favor+ per head", "favor+ near", "trigonometric"])

@@ -48,6 +48,10 @@ def _fake(*arguments: Any) -> tuple[Any, ...]:
 def _backward(*arguments: Any) -> tuple[Any, ...]:
     (grad, state_grads), rest, learn = arguments[:2], arguments[2:-2], arguments[-1]
     call = NearFarCall.of(rest[NUM_RESULTS:])
+    if len(call.bias) > 2:
+        raise ValueError(
+            "a graph of an earlier version with a relative bias that falls has no gradient; export the model again."
+        )
     st, found = Strips(call, learn), Grads(call, learn)
     for block in st.sample_blocks():
         Pass(st, block).backward(Results(*rest[:NUM_RESULTS]), found, grad, state_grads)
