@@ -157,8 +157,8 @@ def step_positive(
     if hidden is not None:
         new = new.masked_fill(hidden, EMPTY)
     # A logarithm of 10 in float32 cannot tell 1,000,000 tokens from 1,000,001, and loses digits long before.
-    new = new.transpose(-1, -2).to(wide_dtype(new))
-    log_mass = log_mass.to(new.dtype)
+    log_mass = log_mass.to(wide_dtype(new))
+    new = new.transpose(-1, -2)
     total = log_add(log_mass, new)
     mean = torch.lerp(mean, value, (new - log_mass).to(mean.dtype).sigmoid())
     if near is None:
