@@ -55,9 +55,15 @@ def page_text(judged: Sequence[Judged], outside: Sequence[Sequence[str]]) -> str
             Markup('<a href="#{0}">{0}</a>').format(x.item.name),
             f"{x.item.paper}, {x.item.where}",
             x.progress,
-            Markup(", ").join(_verdict(finding.verdict) for finding in x.findings),
+            Markup(", ").join(
+                Markup("{} {}").format(count, _verdict(verdict))
+                for verdict in VERDICTS
+                if (count := [y.verdict for y in x.findings].count(verdict))
+            ),
         ]
+        for paper in PAPERS
         for x in judged
+        if x.item.paper == paper
     ]
     return render(
         Path(__file__).with_name("ledger.html"),
