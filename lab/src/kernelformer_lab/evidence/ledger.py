@@ -97,9 +97,9 @@ def _item(each: Judged) -> dict[str, Any]:
             coded(claim.text) + (Markup("<br>") + small(coded(claim.second_look)) if claim.second_look else ""),
             claim.printed,
             coded(finding.ours) or "–",  # noqa: RUF001
-            f"{finding.p:.2g}",
+            "" if finding.verdict == MISSING_RESULT else f"{finding.p:.2g}",
             _verdict(finding.verdict),
-            rule_origin(claim, each),
+            "" if finding.verdict == MISSING_RESULT else rule_origin(claim, each),
         ]
         for claim, finding in each.claims
     ]
@@ -409,7 +409,7 @@ def summary_text(judged: Sequence[Judged], repeated: Sequence[Sequence[str]] = (
                         else [f"{finding.p:.2g}", _corrected(finding, corrected[id(finding)], discovered[id(finding)])]
                     ),
                     finding.verdict if finding.verdict in (OPEN, MISSING_RESULT) else f"**{finding.verdict}**",
-                    rule_origin(claim, x),
+                    "" if finding.verdict == MISSING_RESULT else rule_origin(claim, x),
                 ]
                 for claim, finding in x.claims
             ]
