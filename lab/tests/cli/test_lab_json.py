@@ -5,7 +5,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from typer.testing import CliRunner
+
 from cli.commands import as_json
+from kernelformer.cli.app import app
 from samples import change_study
 
 RECORDS = Path(__file__).parents[3] / "results" / "evidence"
@@ -30,6 +33,16 @@ def test_claims_of_an_item_damage_of_its_record_and_former_jobs_are_told(tmp_pat
     assert "sparsity.json is not JSON" in value[1]["damage"]
     assert "they stay there, and are not judged: enwik8 (27)" in told
     assert value[0]["claims"][0]["claim"] in told
+
+
+def test_a_claim_that_is_measured_again_has_its_own_jobs(tmp_path):
+    again = ["reproduce", "cifar", "--claim", "1", "--first-seed", "100"]
+    value, _ = as_json(*again, "--list", "--records", tmp_path)
+    assert (value[0]["jobs"], value[0]["jobs_left"], len(value[0]["claims"])) == (6, 6, 1)
+    for wrong in (again[:4], [*again[:2], *again[4:]], [again[0], "cifar", "maps", *again[2:]]):
+        result = CliRunner().invoke(app, [*wrong, "--records", str(tmp_path)])
+        assert result.exit_code != 0
+        assert "--claim N and --first-seed S go together, with one item" in " ".join(result.output.split())
 
 
 def test_a_study_prints_its_record(tmp_path, monkeypatch):
