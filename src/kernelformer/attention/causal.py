@@ -167,13 +167,8 @@ def causal_attention(
 ) -> tuple[Tensor, list[Tensor]]:
     """Attend to the keys up to one's own position, and to those in the state.
 
-    Arguments as `linear.linear_attention`; key j is visible to query i iff j <= i.
-
-    Args:
-        state: what is kept of earlier keys, (B, G, ...) each; gradients flow through it.
-
-    Returns:
-        (B, H, L, E) in the dtype of the query, and the state after the last key.
+    Arguments as `linear.linear_attention`; key j is visible to query i iff j <= i, and ``state``, (B, G, ...) each, is
+    of earlier keys. Returns (B, H, L, E) in the dtype of the query, and the state after the last key.
     """
     if state is None:
         features = lookup(spec).feature_dim(tensors, query.shape[-1])

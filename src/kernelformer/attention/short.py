@@ -40,14 +40,9 @@ LOST = 1e-20  # rows with less are weighed again: one over it times gradients st
 
 
 class DirectWeights:
-    """Attention of N rows (sample, key head) of whole sequences.
+    """Attention of N rows (sample, key head) of whole sequences, by a map that is bound to them under normalization.
 
-    Args:
-        chunks: the map, bound to the rows under normalization.
-        s: sizes of the call.
-        visible: (R L, S) of ones and zeros, 1 = a query may see the key; None means all.
-        hidden: (N, S) bool, keys that nobody sees; None means none.
-        work: buffers.
+    A query may see a key where ``visible`` (R L, S) is 1, not 0, unless ``hidden`` (N, S) is True for it.
     """
 
     def __init__(
@@ -145,14 +140,7 @@ class DirectWeights:
 
 
 class _Block:
-    """Some samples of a call, as rows.
-
-    Args:
-        s: sizes of the call.
-        key_mask: (B, S) bool, or None.
-        block: of samples.
-        work: buffers.
-    """
+    """Some samples of a call, as rows."""
 
     def __init__(self, s: Shapes, key_mask: Tensor | None, block: slice, work: Workspace) -> None:
         self.s, self.block, self.work = s, block, work
@@ -264,10 +252,7 @@ def direct_attention(
 ) -> Tensor:
     """Attend to all keys, or to those up to one's own position, under normalization by a positive map.
 
-    Arguments as `linear.linear_attention`; causal: key j is visible to query i iff j <= i.
-
-    Returns:
-        (B, H, L, E) in the dtype of the query; rows without a visible key are zero.
+    Arguments and result as `linear.linear_attention`; causal: key j is visible to query i iff j <= i.
     """
     out: Tensor = OPERATOR.forward(query, key, value, key_mask, list(tensors), spec, scale, is_causal)[0]
     return out

@@ -159,13 +159,9 @@ class Affine:
 
 
 class AffineChunks(PositiveChunks):
-    """Positive map with affine log features on chunks.
+    """Positive map with affine log features of queries and keys on chunks, which may be the same object.
 
-    Args:
-        query: log features of the queries.
-        key: log features of the keys; the same object if both have one map.
-        normalize: whether a summand per query cancels.
-        group: R, query heads of a row that have maps of their own, N R of them; 1 where they share the row's.
+    ``group`` is R where the R query heads of a row have maps of their own, N R of them; 1 where they share the row's.
     """
 
     def __init__(self, query: Affine, key: Affine, normalize: bool, group: int = 1) -> None:

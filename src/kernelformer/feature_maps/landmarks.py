@@ -13,13 +13,7 @@ from kernelformer.kernels import squared_distance
 
 
 def landmark_gram(landmarks: Tensor, valid: Tensor | None, gamma: float) -> Tensor:
-    """Compute ``M + gamma I``, (..., s, s); a slot without a token has only 1 + gamma on its diagonal.
-
-    Args:
-        landmarks: (..., s, D).
-        valid: (..., s) bool, or None if every slot has a token.
-        gamma: the ridge.
-    """
+    """Compute ``M + gamma I`` of landmarks (..., s, D); where not ``valid`` it has 1 + gamma on its diagonal alone."""
     gram = torch.exp(-0.5 * squared_distance(landmarks, landmarks))
     eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     gram = gram * (1 - eye)  # the distance of a point from itself is zero, whatever rounding says
@@ -123,11 +117,7 @@ class Tokens:
         return self.x.shape[2] if self.real is None else self.real.sum(1, keepdim=True)
 
     def segments(self, number: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Means of stretches of real tokens, as equal as can be, (B, H, slots, D), and a mask of slots with any.
-
-        Args:
-            number: of stretches in each sample, (B, 1), at most ``slots``, the default.
-        """
+        """Means of ``number`` (B, 1) equal stretches of real tokens, (B, H, slots, D), and a mask of slots with any."""
         count = self.count.clamp_min(1) if isinstance(self.count, Tensor) else self.count
         which = self.rank * (self.slots if number is None else number) // count  # (B or 1, n)
         member = which.unsqueeze(1) == torch.arange(self.slots, device=self.x.device).unsqueeze(-1)

@@ -79,11 +79,7 @@ class Statistics(nn.Module):
         self.refresh()
 
     def refresh(self) -> None:
-        """Recompute everything that is derived from the moments, after they were filled.
-
-        Raises:
-            ValueError: they are no sums over finite tokens.
-        """
+        """Recompute everything that is derived from the moments, after they were filled."""
         if self.moments.is_meta:
             return
         with torch.inference_mode(False), torch.no_grad():  # a later call may need gradients

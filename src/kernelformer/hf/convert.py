@@ -36,17 +36,11 @@ EXACT = "softmax"
 
 @dataclass(frozen=True, kw_only=True)
 class Layer(Attention):
-    """Plan for one attention, or the record of what was done to it.
+    """Plan for one attention, or the record of what was done to it; ``calls`` are 0 until it was verified."""
 
-    Args:
-        method: `EXACT` where it was kept, by choice or for a reason.
-        exact_heads: those that attend exactly in a layer that was replaced.
-        calls: in one pass, when the conversion was verified; 0: not verified.
-    """
-
-    method: str
+    method: str  # `EXACT` where it was kept, by choice or for a reason
     options: dict[str, Any] = field(default_factory=dict)
-    exact_heads: tuple[int, ...] = ()
+    exact_heads: tuple[int, ...] = ()  # those that attend exactly in a layer that was replaced
 
     @property
     def replaced(self) -> bool:
@@ -122,12 +116,7 @@ def make_plan(
     options: Mapping[str, Any],
     longest: int | None = None,
 ) -> Conversion:
-    """Make the plan that `convert` was asked for, attention by attention.
-
-    Args:
-        layers: None: all that can be replaced; of patterns, too.
-        longest: tokens that the model takes; for methods that have a ``max_length``.
-    """
+    """Make the plan that `convert` was asked for; ``longest`` is for methods that have a ``max_length``."""
     settings = resolve_options(method, options)
     if method == EXACT and settings:
         raise ValueError(

@@ -129,11 +129,7 @@ def model_classes(config: Any, task: str) -> list[Any]:
 
 
 def first_complete(path: object, kinds: Sequence[Any], load: _Load) -> tuple[Any, list[str]]:
-    """Load the first class for which no weight is left random.
-
-    Args:
-        load: (class, **options) -> the model, and transformers' ``loading_info``.
-    """
+    """Load the first class for which no weight is left random; ``load`` also gives transformers' ``loading_info``."""
     misses = []
     for kind in kinds:
         model, info = load(kind)

@@ -287,11 +287,7 @@ class BiasedAttention:
     def attend(
         self, call: Call, tensors: Sequence[Tensor], *, plain: bool = False
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """Attend to all keys (B, G, S, D) of a call, and in a stream to those before them.
-
-        Args:
-            call: with a bias over all distances; in a stream its queries and keys are normalized already.
-        """
+        """Attend to all keys (B, G, S, D) of a call, and in a stream (of normalized ones) to those before them."""
         bias = call.bias
         assert bias is not None
         if not call.in_stream:
