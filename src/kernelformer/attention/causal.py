@@ -95,9 +95,7 @@ def _backward(*arguments: Any) -> tuple[Any, ...]:
     tensors, state, spec, scale, normalize, _, learn = rest
     known = lookup(spec)
     s = Shapes.of(query, key, value, known.feature_dim(tensors, query.shape[-1]))
-    dtype = compute_dtype(query.dtype)
-    work = Workspace(dtype, query.device)
-    # Keys beyond the last query are never seen; queries beyond the last key see the final state.
+    work = Workspace(compute_dtype(query.dtype), query.device)
     pieces = Pieces(s, key_mask, work)
     dq, dk, dv = (empty_rows(x, x.shape[-1]) for x in (query, key, value))
     for unseen in (dk, dv):

@@ -29,20 +29,15 @@ def sharper(inverse: Tensor, product: Tensor) -> Tensor:
 
 
 def iterated_inverse(matrix: Tensor, ridge: float) -> Tensor:
-    """Compute ``matrix^-1`` by matrix products alone (Skyformer, Sec. 4.4).
+    """Compute ``matrix^-1``, (..., s, s), by matrix products alone (Skyformer, Sec. 4.4).
 
         V <- V/4 (13 I - A V (15 I - A V (7 I - A V)))       A = D^-1/2 matrix D^-1/2,  D = diag(matrix 1)
 
     and ``matrix^-1 = D^-1/2 V D^-1/2``. A's eigenvalues lie in (0, 1], so that V = I is a start for any matrix: it
     shares nothing over the batch, unlike the published one. Each round multiplies small eigenvalues of A V by 13/4 and
     then cubes the residual, so that the rounds that the worst matrix of s landmarks needs, about
-    ``log(1 + s / ridge) / 1.18 + 5``, are known beforehand, and no matrix waits for another.
-
-    Args:
-        matrix: (..., s, s), semidefinite with entries in [0, 1], plus the ridge.
-        ridge: above 0; the matrix's eigenvalues are not below it.
-
-    Cost: four products of (s, s) matrices a round.
+    ``log(1 + s / ridge) / 1.18 + 5``, are known beforehand, and no matrix waits for another. The matrix is semidefinite
+    with entries in [0, 1], plus the ridge. Cost: four products of (s, s) matrices a round.
     """
     size = matrix.shape[-1]
     root = matrix.sum(-1).rsqrt()
@@ -142,17 +137,12 @@ def together(parts: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Ten
 
 
 def aligned(query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Move queries and keys towards each other without changing softmax attention.
+    """Move q (B, H, L, D) and k (B, H, S, D) towards each other without changing softmax attention.
 
         q' = t q,  k' = (k - mean k) / t + t mean q          t = (var k / var q)^(1/4), each coordinate by itself
 
-    ``q' . k'`` is ``q . k`` and a number per query, which the normalization takes away.
-
-    Args:
-        query: (B, H, L, D).
-        key: (B, H, S, D).
-        query_mask: (B, L) bool, or None; means are over real tokens.
-        key_mask: (B, S).
+    ``q' . k'`` is ``q . k`` and a number per query, which the normalization takes away. Means are over real tokens, by
+    masks (B, n).
     """
     if key_mask is not None:
         key = key.masked_fill(~key_mask[:, None, :, None], 0)

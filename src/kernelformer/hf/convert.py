@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -440,19 +442,13 @@ def _verify(model: nn.Module, inputs: Mapping[str, Any] | None) -> None:
     called |= cores(model)
     counts = dict.fromkeys(called, 0)
 
-    def count(name: str) -> Any:
-        def hook(*_: Any) -> None:
-            counts[name] += 1
+    def count(name: str, *_: Any) -> None:
+        counts[name] += 1
 
-        return hook
-
-    handles = [module.register_forward_pre_hook(count(name)) for name, module in called.items()]
-    try:
-        with without_landmark_warnings(model):
-            run(model, inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, without_landmark_warnings(model):
+        for name, module in called.items():
+            hooks.enter_context(module.register_forward_pre_hook(partial(count, name)))
+        run(model, inputs)
     idle = _record_calls(model, counts)
     if idle:
         raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -256,14 +256,13 @@ def _watching(model: nn.Module, probe: Probe) -> Iterator[None]:
         """Make a mask also where SDPA would do without: it shows if attention is causal, or has a pattern."""
         return make_mask_of_pattern(*args, **{**options, "allow_is_causal_skip": False})
 
-    unseen = (x for x in model.modules() if family_of(x).way in ("multihead", "own"))  # by an interface
-    handles = [x.register_forward_pre_hook(note) for x in unseen]
-    try:
-        with hearing(model, probe.hear, whole_mask) if isinstance(model, PreTrainedModel) else nullcontext():
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks:
+        for x in model.modules():
+            if family_of(x).way in ("multihead", "own"):  # which no interface sees
+                hooks.enter_context(x.register_forward_pre_hook(note))
+        if isinstance(model, PreTrainedModel):
+            hooks.enter_context(hearing(model, probe.hear, whole_mask))
+        yield
 
 
 @dataclass(frozen=True)

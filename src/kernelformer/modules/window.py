@@ -172,11 +172,7 @@ class NearFarAttention:
         out_i = ( sum_near e^(s_ij) v_j + e^beta sum_far phi(q_i) . phi(k_j) v_j ) / ( the same sums with v = 1 )
 
     with ``s_ij = scale q_i . k_j + b_(j-i)``. A bias must be constant, or a straight line, beyond a distance of at most
-    the window.
-
-    Args:
-        window: tokens on each side, one's own included, that are attended to exactly; 0: none.
-        scale: of q . k; None: that of the call.
+    the window, which counts a token's own place; the scale of q . k is by default that of the call.
     """
 
     def __init__(self, method: str, *, window: int, sinks: int, scale: float | None) -> None:

@@ -62,7 +62,8 @@ TENSORS = (
     "Tensor[] state, Tensor[] right_state"
 )
 SETTINGS = "str spec, float scale, bool is_causal, SymInt window, SymInt[] layout, bool unit"
-NUM_TENSORS, NUM_SETTINGS = (x.count(", ") + 1 for x in (TENSORS, SETTINGS))
+_NAMES = [x.split()[1] for x in TENSORS.split(", ")]
+NUM_TENSORS, NUM_SETTINGS = len(_NAMES), SETTINGS.count(", ") + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,8 +129,8 @@ class RelativeCall:
     @property
     def tensor_arguments(self) -> tuple[Any, ...]:
         """The arguments of an operator that `TENSORS` declares."""
-        lists = list(self.tensors), list(self.state), list(self.right_state)
-        return self.query, self.key, self.value, self.key_mask, lists[0], self.bias, self.slope, *lists[1:]
+        found = [getattr(self, x) for x in _NAMES]
+        return tuple(list(x) if isinstance(x, tuple | list) else x for x in found)
 
     @property
     def settings(self) -> tuple[Any, ...]:
@@ -141,23 +142,14 @@ class RelativeCall:
     @staticmethod
     def of(tensor_arguments: Sequence[Any], settings: Sequence[Any]) -> RelativeCall:
         """The call that an operator's arguments stand for."""
-        query, key, value, key_mask, tensors, bias, slope, state, right_state = tensor_arguments
         spec, scale, is_causal, window, layout, normalize_qk = settings
         return RelativeCall(
-            query=query,
-            key=key,
-            value=value,
-            bias=bias,
+            **dict(zip(_NAMES, tensor_arguments, strict=True)),
             spec=spec,
-            tensors=tensors,
             scale=scale,
             layout=Layout(*layout),
-            key_mask=key_mask,
             is_causal=is_causal,
             window=None if window == NO_WINDOW else window,
-            slope=slope,
-            state=state,
-            right_state=right_state,
             normalize_qk=normalize_qk,
         )
 
