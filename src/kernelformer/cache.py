@@ -19,14 +19,7 @@ class StateLayer(CacheLayerMixin):
     """State that one layer keeps between tokens.
 
     A converted model hands its keys and values to `update`, which gives them back marked, so that the attention that
-    gets them finds this layer again (`cached_in`).
-
-    Args:
-        cross: whether the keys are those of a context that is there from the start, and not of the tokens so far.
-
-    Attributes:
-        state: of self-attention, None before the first token.
-        memory: what cross-attention keeps of the context; None where there is none.
+    gets them finds this layer again (`cached_in`). With ``cross`` the keys are those of a context.
     """
 
     is_compileable = False
@@ -36,8 +29,8 @@ class StateLayer(CacheLayerMixin):
     def __init__(self, cross: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.cross = cross
-        self.state: State | None = None
-        self.memory: State | None = None
+        self.state: State | None = None  # of self-attention
+        self.memory: State | None = None  # what cross-attention keeps of the context
         self.waits = False  # for an attention to fetch what `update` marked
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

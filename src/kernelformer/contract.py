@@ -64,11 +64,8 @@ class PositiveChunks:
     of the last evaluation is kept until it is used: the formula is evaluated once there, not twice. Subclasses have
     quicker products.
 
-    Args:
-        formula: of x (1, N, C, D), tensors (1, N, ...) each, and the role; gives ``log phi`` (1, N, C, M).
-        tensors: (N, ...) each; rows n of a chunk belong to row n of them.
-        learn: sum up the gradients of the tensors.
-        grads: where to; default: zeros.
+    The formula takes x (1, N, C, D), tensors (1, N, ...) each, and the role, and gives ``log phi`` (1, N, C, M). With
+    ``learn`` the gradients of the tensors, (N, ...) each, are summed up, in ``grads`` or from zeros.
     """
 
     def __init__(self, formula: Formula, tensors: Sequence[Tensor], learn: bool, grads: Sequence[Tensor] = ()) -> None:
@@ -135,8 +132,7 @@ class PositiveChunks:
     def at(self, row: int, head: int = 0) -> PositiveChunks:
         """Return the same map for one row of N; gradients of its tensors are added to those of the whole.
 
-        Args:
-            head: the query head of the row's group whose queries are meant, for maps that tell them apart.
+        For maps that tell query heads apart, ``head`` is the one of the row's group whose queries are meant.
         """
         tensors, grads = ([x[row : row + 1] for x in some] for some in (self.tensors, self.grads))
         return PositiveChunks(self.formula, tensors, self.learn, grads)
@@ -268,10 +264,7 @@ def no_autocast(device_type: str) -> AbstractContextManager[Any]:
 def transforms_active() -> bool:
     """True within transforms of `torch.func` and forward-mode AD, for which operators have no rules."""
     if torch.compiler.is_compiling():
-        if forward_ad._current_level >= 0:
-            raise ValueError(
-                "a compiled graph cannot see forward-mode tangents, which are not supported; call it outside."
-            )
+        no_tangents()
         return False
     return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
@@ -299,8 +292,6 @@ def no_tangents(**inputs: Tensor | Sequence[Tensor] | None) -> None:
 
 def within_transforms(method: str, attend: Callable[[Any], tuple[Tensor, Any]], call: Any) -> tuple[Tensor, Any]:
     """Attend; if the operators of a method have no rule for a transform of torch.func, name an alternative."""
-    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
-        return attend(call)
     try:
         return attend(call)
     except RuntimeError as problem:

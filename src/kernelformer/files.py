@@ -162,11 +162,7 @@ def finite(value: Any) -> Any:
 
 
 def parse_json(content: bytes | str) -> Any:
-    """A value of JSON in UTF-8.
-
-    Raises:
-        ValueError: not JSON, or brackets within brackets beyond what can be followed.
-    """
+    """A value of JSON in UTF-8; a ValueError where it is none, or its brackets are nested too deeply."""
     try:
         return json.loads(content)
     except RecursionError:
@@ -179,12 +175,7 @@ def read_json(path: Path) -> Any:
 
 
 def check_regular(path: Path) -> Path:
-    """The path, if it leads to a regular file: a pipe may never end, and a device never does.
-
-    Raises:
-        ValueError: it leads to something else, which is named; of a folder the system says it when it is opened.
-        OSError: it leads nowhere.
-    """
+    """The path, if it leads to a regular file: a pipe may never end, and a device never does. Folders pass."""
     mode = path.stat().st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         kind = _KINDS.get(stat.S_IFMT(mode), "something else")
@@ -244,11 +235,7 @@ def hash_file(path: Path) -> str:
 
 
 def write_hashes(folder: Path, patterns: Iterable[str] = ("*",), coming: Mapping[str, bytes] | None = None) -> None:
-    """Write the hashes of a folder's files into ``hashes.json`` in it.
-
-    Args:
-        coming: contents of files that will be written after this one, by name.
-    """
+    """Write the hashes of a folder's files, and of contents that will come by name, into ``hashes.json`` in it."""
     files = {path.name: path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
     names = sorted(name for name in files if name != HASHES and not name.startswith("."))
     hashes = {name: hash_file(files[name]) for name in names}

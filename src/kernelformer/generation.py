@@ -174,18 +174,9 @@ def continuation(
     seed: int = 0,
     **others: Any,
 ) -> tuple[Tensor, Any]:
-    """Continue a sequence by `generate` of any decoder of transformers.
+    """Continue tokens (1, L) by `generate` of any decoder of transformers; arguments as those of `write_on`.
 
-    Args:
-        ids: (1, L), the tokens so far.
-        tokens: to write; the end-of-text token does not stop it.
-        temperature: 0 takes the likeliest token each time.
-        top_k: likeliest tokens to draw from; 0: all.
-        seed: of the drawing; torch's own random state is restored afterwards.
-        others: more options of `generate`.
-
-    Returns:
-        The new tokens, and the cache; None for a model without one.
+    Returns the new tokens, and the cache; None for a model without one.
     """
     positive_int("tokens", tokens)
     integer("top_k", top_k, at_least=0)

@@ -18,11 +18,7 @@ class MissingExtraError(ModuleNotFoundError):
 
 
 def require_extra(who: str, *modules: str, extra: str = "hf") -> None:
-    """Raise, with the command that installs them, if optional dependencies are missing.
-
-    Args:
-        modules: needed beside those of `HF`.
-    """
+    """Raise, with the command that installs them, if dependencies of `HF` or other modules are missing."""
     missing = [name for name in (*modules, *HF) if not _installed(name)]
     if missing:
         way = f"pip install 'kernelformer[{extra}]'"
@@ -40,10 +36,9 @@ def _installed(name: str) -> bool:
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of a package (PEP 562) whose names are imported when they are first used.
+    """``__getattr__`` and ``__dir__`` of a package (PEP 562) whose names are imported from their homes when first used.
 
-    Args:
-        homes: the module that has it, by public name; a name that is its own home is a module.
+    A name that is its own home is a module.
     """
 
     def get(name: str) -> Any:
@@ -62,13 +57,9 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
 
 @dataclass(frozen=True)
 class Layer:
-    """A whole self-attention layer of another distribution, for the encoders of `kernelformer.models`.
+    """A whole self-attention layer of another distribution, for the encoders of `kernelformer.models`."""
 
-    Args:
-        home: ``module:name`` of its class, built by ``(width, num_heads, length, **options)``.
-    """
-
-    home: str
+    home: str  # ``module:name`` of its class, built by ``(width, num_heads, length, **options)``
     about: str
     options: tuple[str, ...]
 

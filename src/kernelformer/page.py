@@ -108,12 +108,7 @@ def figure(
     height: float = 3.3,
     legend: Sequence[tuple[Markup, str]] = (),
 ) -> Drawing:
-    """Draw a figure of a page.
-
-    Args:
-        name: keeps its references apart from those of other figures.
-        told: its figures in words, for screen readers.
-    """
+    """Draw a figure of a page; ``name`` keeps its references apart, and ``told`` are its figures for screen readers."""
     return Drawing(title, svg(name, f"{title}: {told}", draw, (5.2, height)), legend)
 
 
@@ -138,11 +133,7 @@ def small(value: object) -> Markup:
 
 
 def render(template: Path, title: str, about: str, kind: str = "", **values: Any) -> str:
-    """Make an HTML page from a template that extends ``page.html``; every value is escaped.
-
-    Args:
-        kind: of the page, a class of the style sheet.
-    """
+    """Make an HTML page from a template that extends ``page.html``; every value is escaped."""
     environment = _environment(template, autoescape=True, finalize=safe)
     environment.filters |= {"label": safe_label, "coded": coded}
     environment.filters["lines"] = lambda x: escape(visible(x, keep="\n\t"))
@@ -201,11 +192,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def put_section(page: str, section: str, before: str = "") -> str:
-    """Put a section into a page in place of the one with the same heading.
-
-    Args:
-        before: heading before which the section comes where there is none yet; default, or not there: at the end.
-    """
+    """Put a section into a page in place of the one with its heading, else before another heading or at the end."""
     section = section.strip() + "\n"
     heading = section.split("\n", 1)[0]
     parts = re.split(r"^(?=## )", page, flags=re.MULTILINE)

@@ -27,29 +27,17 @@ Parse = Callable[[str, str], Any]
 
 @dataclass(frozen=True)
 class Option:
-    """Command-line form of a setting.
-
-    Args:
-        help: a few words on it.
-        least: the smallest number that is allowed, of each number of a list too.
-        parse: reads a text, given the option's name for the error and the text; default: by the type of the field.
-        argument: whether it is given by its place and not by ``--name``.
-        switch: whether there is only ``--name`` and not ``--no-name``.
-        path: whether it may be a path, of which a record keeps the last part only.
-        name: on the command line, as Python writes it, where saved settings have another name for it.
-        shown: what stands in place of the name of an argument.
-        choices: that the shell completes; a settings class checks its values itself.
-    """
+    """Command-line form of a setting."""
 
     help: str = ""
-    least: float | None = None
-    parse: Parse | None = None
-    argument: bool = False
-    switch: bool = False
-    path: bool = False
-    name: str | None = None
-    shown: str | None = None
-    choices: tuple[str, ...] = ()
+    least: float | None = None  # the smallest number that is allowed, of each number of a list too
+    parse: Parse | None = None  # reads a text, given the option's name and the text; default: by the type of the field
+    argument: bool = False  # whether it is given by its place and not by ``--name``
+    switch: bool = False  # whether there is only ``--name`` and not ``--no-name``
+    path: bool = False  # whether it may be a path, of which a record keeps the last part only
+    name: str | None = None  # on the command line, as Python writes it, where saved settings have another name for it
+    shown: str | None = None  # what stands in place of the name of an argument
+    choices: tuple[str, ...] = ()  # that the shell completes; a settings class checks its values itself
 
 
 def option(default: Any = MISSING, help: str = "", **more: Any) -> Any:

@@ -25,11 +25,7 @@ class SizeError(ValueError):
 
 
 def check_contained(folder: Path) -> None:
-    """Check that a folder of weights contains all files that it names, before a library reads any.
-
-    Raises:
-        ValueError: a link out of it, an index that is not one or names files elsewhere, or an adapter alone.
-    """
+    """Check that a folder of weights contains all files that it names, by no link and no index, before any is read."""
     check_inside(folder, folder.iterdir())
     for index in sorted(folder.glob("*.index.json")):
         _shards(index)
@@ -41,11 +37,7 @@ def check_contained(folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the safetensors files of a folder that is `check_contained`: the one, or those that its index names.
-
-    Raises:
-        ValueError: also pickled weights instead.
-    """
+    """List the safetensors files of a folder that is `check_contained`: the one, or those that its index names."""
     check_contained(folder)
     one, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
     pickled = [] if one.exists() else sorted(folder.glob("pytorch_model*.bin"))

@@ -202,13 +202,7 @@ def gather_grads(totals: Sequence[Tensor], grads: Sequence[Tensor], block: slice
 
 
 class Pieces:
-    """The groups of chunks of a causal call, in which query i sees the keys up to i.
-
-    Args:
-        s: sizes of the call.
-        key_mask: (B, S) bool, or None.
-        work: buffers.
-    """
+    """The groups of chunks of a causal call, in which query i sees the keys up to i."""
 
     def __init__(self, s: Shapes, key_mask: Tensor | None, work: Workspace) -> None:
         self.s, self.key_mask, self.work = s, key_mask, work

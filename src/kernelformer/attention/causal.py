@@ -95,9 +95,7 @@ def _backward(*arguments: Any) -> tuple[Any, ...]:
     tensors, state, spec, scale, normalize, _, learn = rest
     known = lookup(spec)
     s = Shapes.of(query, key, value, known.feature_dim(tensors, query.shape[-1]))
-    dtype = compute_dtype(query.dtype)
-    work = Workspace(dtype, query.device)
-    # Keys beyond the last query are never seen; queries beyond the last key see the final state.
+    work = Workspace(compute_dtype(query.dtype), query.device)
     pieces = Pieces(s, key_mask, work)
     dq, dk, dv = (empty_rows(x, x.shape[-1]) for x in (query, key, value))
     for unseen in (dk, dv):
@@ -167,13 +165,8 @@ def causal_attention(
 ) -> tuple[Tensor, list[Tensor]]:
     """Attend to the keys up to one's own position, and to those in the state.
 
-    Arguments as `linear.linear_attention`; key j is visible to query i iff j <= i.
-
-    Args:
-        state: what is kept of earlier keys, (B, G, ...) each; gradients flow through it.
-
-    Returns:
-        (B, H, L, E) in the dtype of the query, and the state after the last key.
+    Arguments as `linear.linear_attention`; key j is visible to query i iff j <= i, and ``state``, (B, G, ...) each, is
+    of earlier keys. Returns (B, H, L, E) in the dtype of the query, and the state after the last key.
     """
     if state is None:
         features = lookup(spec).feature_dim(tensors, query.shape[-1])

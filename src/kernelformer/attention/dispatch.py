@@ -51,13 +51,7 @@ RATES = (1.25, 1.75)
 
 
 def check_algorithm(algorithm: str | None, method: str, takes_loops: bool) -> str | None:
-    """Check the name of an algorithm, and return it where it is for calls with and without a bias alike.
-
-    Args:
-        algorithm: as the caller gave it.
-        method: for messages.
-        takes_loops: whether its core knows `LOOPS`.
-    """
+    """Check the name of an algorithm, and return it where it is for calls with and without a bias alike: `LOOPS`."""
     if algorithm is None:
         return None
     algorithm = ALIASES.get(algorithm, algorithm)
@@ -74,10 +68,6 @@ def takes_plain(asked: str | None, inputs: tuple[Tensor, Tensor, Tensor]) -> boo
 
     Never in an export, which has no other way, nor where there is nothing to compute: the loop over no chunks does
     that.
-
-    Args:
-        asked: the algorithm of the call, or None.
-        inputs: queries, keys and values.
     """
     by_device = asked is None and inputs[0].device.type in ACCELERATORS
     return (asked == "plain" or by_device) and not torch.compiler.is_exporting() and all(x.numel() > 0 for x in inputs)
@@ -110,17 +100,9 @@ def attend(
     decay: Tensor | None = None,
     algorithm: str | None = None,
 ) -> tuple[Tensor, Sequence[Tensor] | None]:
-    """Attend through a feature map, without a bias and near tokens.
+    """Attend through a feature map, without a bias and near tokens; other arguments as `linear.linear_attention`.
 
     Args:
-        query: (B, H, L, D).
-        key: (B, G, S, D), G divides H; as many heads as the map tells apart.
-        value: (B, G, S, E).
-        spec: of the map, as `contract.intern_formula` names it.
-        tensors: of the map, (B or 1, G or 1, ...) in the dtype of the arithmetic.
-        scale: the map sees ``sqrt(scale) x``.
-        key_mask: (B, S) bool, True = attend.
-        normalize: divide by the sum of the weights.
         is_causal: key j is visible to query i iff j <= i.
         state: tensors of the state before a causal call.
         streams: whether the state after it is wanted.
@@ -157,11 +139,7 @@ def attend_near_far(
 ) -> tuple[Tensor, list[Tensor]]:
     """Attend to near tokens exactly and to far ones through a feature map; see `near_far.near_far_attention`.
 
-    Args:
-        call: the inputs.
-        plain: as `takes_plain` has chosen.
-        leading: for `plain`, the number of sinks that are known to be the first keys of the call and visible.
-        streams: whether the sums after the last key are wanted.
+    Where `takes_plain` has chosen ``plain``, ``leading`` sinks are known to be the first keys of the call and visible.
     """
     # Graphs of one length, which a bias has, may have operators of ours.
     exports = torch.compiler.is_exporting() and not call.bias
@@ -218,17 +196,10 @@ def attend_plain_biased(call: RelativeCall, *, keep: int | None = None) -> tuple
 
 
 def attend_biased(call: RelativeCall, *, features: int, algorithm: str | None = None) -> Tensor:
-    """Attend with a relative bias by the algorithm of that name, or by the best one.
+    """Attend with a relative bias by the algorithm of that name, or by the best one: (B, H, L, E).
 
-    Args:
-        call: the inputs; with sums of keys for `windowed` only.
-        features: M.
-        algorithm: ``plain``, ``direct``, ``fft``, ``windowed``, or None: `windowed` where the bias is known to be a
-            straight line beyond a distance, or a constant by its values; else `fft` where it is faster and its rounding
-            does not show; else `direct`.
-
-    Returns:
-        (B, H, L, E).
+    None is `windowed` where the bias is known to be a straight line beyond a distance, or a constant by its values;
+    else `fft` where it is faster and its rounding does not show; else `direct`.
     """
     layout, window, chosen = call.layout, call.window, algorithm
     if (call.state or call.right_state) and (window is None or algorithm in ("direct", "fft")):

@@ -34,8 +34,25 @@ from kernelformer.attention.positive import EMPTY, PositiveSums, bind_sums
 from kernelformer.contract import Workspace, compute_dtype, lookup
 
 
-class _Keys:
-    """The arguments of `key_sums` with what its blocks share."""
+class _Blocks:
+    """The arguments of an operator with what its blocks of samples share."""
+
+    spec: Any
+    tensors: Sequence[Tensor]
+    scale: float
+    normalize: bool
+    s: Shapes
+    work: Workspace
+    parts = False
+
+    def sums(self, block: slice, learn: bool) -> PositiveSums:
+        """Sums of the map, bound to the rows of a block of samples."""
+        bound = spread(self.tensors, block, block.stop - block.start, self.s.G)
+        return bind_sums(self.spec, bound, self.scale, self.normalize, learn, self.work, self.parts)
+
+
+class _Keys(_Blocks):
+    """The arguments of `key_sums`."""
 
     def __init__(self, arguments: Sequence[Any]) -> None:
         self.key, self.value, self.key_mask, self.tensors, spec, self.scale, self.normalize, self.parts = arguments
@@ -43,11 +60,6 @@ class _Keys:
         B, G, S, D = self.key.shape
         self.s = Shapes(B, G, G, S, S, D, self.value.shape[3], self.spec.feature_dim(self.tensors, D))
         self.work = Workspace(compute_dtype(self.key.dtype), self.key.device)
-
-    def sums(self, block: slice, learn: bool) -> PositiveSums:
-        """Sums of the map, bound to the rows of a block of samples."""
-        bound = spread(self.tensors, block, block.stop - block.start, self.s.G)
-        return bind_sums(self.spec, bound, self.scale, self.normalize, learn, self.work, self.parts)
 
     def chunks(self, block: slice) -> Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]:
         """The place of each chunk, its keys (N, C, D) and values (N, C, E), and a mask of the hidden ones (N, C)."""
@@ -109,8 +121,8 @@ SUMS = Operator(
 )
 
 
-class _Queries:
-    """The arguments of `read_sums` with what its blocks share."""
+class _Queries(_Blocks):
+    """The arguments of `read_sums`."""
 
     def __init__(self, arguments: Sequence[Any]) -> None:
         self.query, self.tensors, self.state, spec, self.scale, self.normalize = arguments
@@ -119,11 +131,6 @@ class _Queries:
         _, G, M, E = self.state[1].shape
         self.s = Shapes(B, H, G, L, L, D, E, M)
         self.work = Workspace(compute_dtype(self.query.dtype), self.query.device)
-
-    def sums(self, block: slice, learn: bool) -> PositiveSums:
-        """Sums of the map, bound to the rows of a block of samples."""
-        bound = spread(self.tensors, block, block.stop - block.start, self.s.G)
-        return bind_sums(self.spec, bound, self.scale, self.normalize, learn, self.work)
 
     def chunks(self, block: slice, *tensors: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
         """The place of each chunk, and its rows (N, R C, X) of tensors (B, H, L, X)."""
@@ -189,22 +196,9 @@ def key_sums(
     normalize: bool = True,
     parts: bool = False,
 ) -> list[Tensor]:
-    """The state of some keys: all that linear attention needs of them.
+    """The state of some keys, (B, G, ...) each: log_mass and mean; arguments as those of `linear_attention`.
 
-    Args:
-        key: (B, G, S, D).
-        value: (B, G, S, E).
-        spec: of the map, as `contract.intern_formula` names it.
-        tensors: of the map, (B or 1, G or 1, ...) in the dtype of the arithmetic.
-        scale: the map sees ``sqrt(scale) x``.
-        key_mask: (B, S) bool, True = attend.
-        normalize: whether what is read will be divided by the sum of the weights.
-        parts: the sums will be merged with weights of another kind, so that nothing is left out that would cancel.
-        slope: (G), key j of S loses ``slope (S - j)`` of its log weight; it takes no gradient.
-        mirror: it loses ``slope (j + 1)`` instead.
-
-    Returns:
-        tensors (B, G, ...) as an `Engine` keeps them.
+    With ``parts`` it will be merged with weights of another kind, so that nothing is left out that would cancel.
     """
     state: list[Tensor] = SUMS.forward(key, value, key_mask, list(tensors), spec, scale, normalize, parts)
     return state
@@ -275,15 +269,8 @@ def merge_sums(states: Sequence[Tensor], used: Tensor, positive: bool) -> list[T
 
         log_mass = logsumexp_r log_mass_r          mean = sum_r e^(log_mass_r - log_mass) mean_r
 
-    or, of a map by its values, sums that are brought to the largest log scale among them.
-
-    Args:
-        states: the tensors of a state, (R, B, G, ...) each, of R parts.
-        used: (R) or (R, B) bool, which parts count; none gives the state of no keys.
-        positive: the family of the map.
-
-    Returns:
-        tensors (B, G, ...).
+    or, of a map by its values, sums that are brought to the largest log scale among them. The tensors of ``states`` are
+    (R, B, G, ...) of R parts, of which those ``used``, (R) or (R, B) bool, count; none gives the state of no keys.
     """
     used = used.view(*used.shape, *[1] * (states[0].dim() - used.dim()))
     if positive:

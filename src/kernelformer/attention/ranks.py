@@ -34,16 +34,12 @@ class RanksError(ValueError):
 
 
 class Ranks:
-    """A process group whose ranks hold one sequence, part by part.
-
-    Args:
-        group: a process group that this process belongs to; None: all processes.
+    """A process group whose ranks hold one sequence, part by part; None: all processes.
 
     Attributes:
         rank: of this process, by which the parts are ordered.
         size: number of ranks, R.
-        sent: bytes that this rank has given to others since it was made, each copy counted: what a formula for an
-            exchange can be checked with.
+        sent: bytes that this rank has given to others since it was made, each copy counted.
         checked: attention cores whose weights were compared with those of the other ranks.
     """
 
@@ -71,12 +67,8 @@ class Ranks:
     def meet(self, kind: str, numbers: Sequence[int], problem: Exception | None = None) -> list[list[int]]:
         """A few numbers of every rank, of the same size whatever ranks are about to do.
 
-        So nobody waits for a rank that does something else, or cannot go on: that is an error on each of them.
-
-        Args:
-            kind: one of `KINDS`.
-            numbers: at most `HEADER` - 2.
-            problem: why this rank cannot go on; it is raised here, and on the others an error that names the rank.
+        So no rank waits for one that does something else, one of `KINDS`, or cannot go on: that is an error on each of
+        them. A problem of this rank is raised here, and on the others an error that names the rank.
         """
         names = list(KINDS)
         own = [names.index(kind), int(problem is not None), *numbers]
@@ -130,13 +122,8 @@ class Ranks:
     def gather(self, tensors: Sequence[Tensor], gradients: bool, sources: Sequence[Tensor] = ()) -> list[Tensor]:
         """Tensors (...) of every rank, (R, ...) each, in one exchange; gradients go back to the rank they came from.
 
-        All ranks give the same shapes, in one dtype and on one device.
-
-        Args:
-            tensors: of this rank.
-            gradients: whether the exchange runs backward; the same on all ranks, whichever of their tensors need it.
-            sources: what the tensors are made of on other ranks, if not on this one: whoever asks for the gradients of
-                these lets the exchange run backward here too.
+        All ranks give the same shapes, in one dtype and on one device, and the same ``gradients``: whether the exchange
+        runs backward. It does so here too for gradients of ``sources``, of which the tensors are made on other ranks.
         """
         flat = torch.cat([x.reshape(-1) for x in tensors])
         if gradients and not flat.requires_grad:

@@ -40,14 +40,9 @@ LOST = 1e-20  # rows with less are weighed again: one over it times gradients st
 
 
 class DirectWeights:
-    """Attention of N rows (sample, key head) of whole sequences.
+    """Attention of N rows (sample, key head) of whole sequences, by a map that is bound to them under normalization.
 
-    Args:
-        chunks: the map, bound to the rows under normalization.
-        s: sizes of the call.
-        visible: (R L, S) of ones and zeros, 1 = a query may see the key; None means all.
-        hidden: (N, S) bool, keys that nobody sees; None means none.
-        work: buffers.
+    A query may see a key where ``visible`` (R L, S) is 1, not 0, unless ``hidden`` (N, S) is True for it.
     """
 
     def __init__(
@@ -145,14 +140,7 @@ class DirectWeights:
 
 
 class _Block:
-    """Some samples of a call, as rows.
-
-    Args:
-        s: sizes of the call.
-        key_mask: (B, S) bool, or None.
-        block: of samples.
-        work: buffers.
-    """
+    """Some samples of a call, as rows."""
 
     def __init__(self, s: Shapes, key_mask: Tensor | None, block: slice, work: Workspace) -> None:
         self.s, self.block, self.work = s, block, work
@@ -177,30 +165,18 @@ class _Block:
         put_rows(target[self.block], rows)
 
 
-def _visible(s: Shapes, is_causal: bool, work: Workspace) -> Tensor | None:
-    """Mask of the keys that the queries of a row may see, (R L, S) of ones and zeros; None means all."""
-    return torch.ones(s.L, s.S, dtype=work.dtype, device=work.device).tril_().repeat(s.R, 1) if is_causal else None
-
-
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _blocks(learn: bool, *arguments: Any) -> Iterator[tuple[_Block, DirectWeights]]:
+    """The blocks of samples of a call, each with its attention."""
     query, key, value, key_mask, tensors, spec, scale, is_causal = arguments
     known = lookup(spec)
     assert isinstance(known, PositiveSpec)
     s = Shapes.of(query, key, value, known.feature_dim(tensors, query.shape[-1]))
-    dtype = compute_dtype(query.dtype)
-    work = Workspace(dtype, query.device)
-    out, row_scales = empty_rows(query, s.E), query.new_empty(s.B, s.H, s.L, dtype=dtype)
-    q5, k5, v5, out5 = (grouped(x, s.G) for x in (query, key, value, out))
-    scales5 = grouped(row_scales.unsqueeze(3), s.G)
-    visible = _visible(s, is_causal, work)
+    work = Workspace(compute_dtype(query.dtype), query.device)
+    past = torch.ones(s.L, s.S, dtype=work.dtype, device=work.device).tril_().repeat(s.R, 1) if is_causal else None
     for first, last in spans(s.B, s.samples()):
         block = _Block(s, key_mask, slice(first, last), work)
-        chunks = known.bind(spread(tensors, block.block, last - first, s.G), scale, True, False)
-        weights = DirectWeights(chunks, s, visible, block.hidden, work)
-        y, row_scale = weights.attend(block.rows("q", q5), *block.pair(k5, v5), block.room("out", out5))
-        block.put(out5, y)
-        block.put(scales5, row_scale.unsqueeze(2))
-    return out, row_scales
+        chunks = known.bind(spread(tensors, block.block, last - first, s.G), scale, True, learn)
+        yield block, DirectWeights(chunks, s, past, block.hidden, work)
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -208,29 +184,35 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, T
     return empty_rows(query, value.shape[-1]), row_scales
 
 
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    out, row_scales = _fake(*arguments)
+    tensors = (*arguments[:3], out, row_scales.unsqueeze(3))
+    q5, k5, v5, out5, scales5 = (grouped(x, arguments[1].shape[1]) for x in tensors)
+    for block, weights in _blocks(False, *arguments):
+        y, row_scale = weights.attend(block.rows("q", q5), *block.pair(k5, v5), block.room("out", out5))
+        block.put(out5, y)
+        block.put(scales5, row_scale.unsqueeze(2))
+    return out, row_scales
+
+
 def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    grad, out, row_scales, query, key, value, key_mask, tensors, spec, scale, is_causal, learn = arguments
-    known = lookup(spec)
-    assert isinstance(known, PositiveSpec)
-    s = Shapes.of(query, key, value, known.feature_dim(tensors, query.shape[-1]))
-    work = Workspace(compute_dtype(query.dtype), query.device)
+    grad, out, row_scales, *inputs, learn = arguments
+    query, key, value, _, tensors, *_ = inputs
+    heads = key.shape[1]
     dq, dk, dv = (empty_rows(x, x.shape[-1]) for x in (query, key, value))
     totals = [torch.zeros_like(x) for x in tensors] if learn else []
-    q5, k5, v5, g5, out5 = (grouped(x, s.G) for x in (query, key, value, grad, out))
-    scales5 = grouped(row_scales.unsqueeze(3), s.G)
-    targets = [grouped(x, s.G) for x in (dq, dk, dv)]
-    visible = _visible(s, is_causal, work)
-    for first, last in spans(s.B, s.samples()):
-        block = _Block(s, key_mask, slice(first, last), work)
-        chunks = known.bind(spread(tensors, block.block, last - first, s.G), scale, True, learn)
-        weights = DirectWeights(chunks, s, visible, block.hidden, work)
+    q5, k5, v5, g5, out5 = (grouped(x, heads) for x in (query, key, value, grad, out))
+    scales5 = grouped(row_scales.unsqueeze(3), heads)
+    targets = [grouped(x, heads) for x in (dq, dk, dv)]
+    for block, weights in _blocks(learn, *inputs):
         given = (block.rows("g", g5), block.rows("o", out5), block.rows("row_scale", scales5).squeeze(2))
         room = [block.room(name, x) for name, x in zip(("dq", "dk", "dv"), targets, strict=True)]
         grads = weights.backward((block.rows("q", q5), *block.pair(k5, v5)), *given, room)
         for target, rows in zip(targets, grads, strict=True):
             block.put(target, rows)
         if learn:
-            gather_grads(totals, chunks.tensor_grads(), block.block, last - first, s.G)
+            samples = block.block.stop - block.block.start
+            gather_grads(totals, weights.chunks.tensor_grads(), block.block, samples, heads)
     return dq, dk, dv, totals
 
 
@@ -264,10 +246,7 @@ def direct_attention(
 ) -> Tensor:
     """Attend to all keys, or to those up to one's own position, under normalization by a positive map.
 
-    Arguments as `linear.linear_attention`; causal: key j is visible to query i iff j <= i.
-
-    Returns:
-        (B, H, L, E) in the dtype of the query; rows without a visible key are zero.
+    Arguments and result as `linear.linear_attention`; causal: key j is visible to query i iff j <= i.
     """
     out: Tensor = OPERATOR.forward(query, key, value, key_mask, list(tensors), spec, scale, is_causal)[0]
     return out

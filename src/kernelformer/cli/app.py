@@ -31,7 +31,7 @@ COMMANDS = {
         ),
     ),
     "doctor": Entry(
-        "kernelformer.cli.doctor:doctor",
+        "kernelformer.cli.listing:doctor",
         START,
         "Show versions, what is missing, threads, memory, devices and folders, and check attention against its "
         "definition.",
@@ -44,13 +44,13 @@ COMMANDS = {
         (('out/bytes --prompt "def " --tokens 2000', "in constant memory"),),
     ),
     "advise": Entry(
-        "kernelformer.cli.advise:advise",
+        "kernelformer.cli.pretrained:advise",
         PRETRAINED,
         "Advise on converting a pretrained model: errors, times, what to keep exact, and the command to paste.",
         (("MODEL --text test.jsonl --out out/advice", "advice, also as a page"),),
     ),
     "convert": Entry(
-        "kernelformer.cli.convert:convert",
+        "kernelformer.cli.pretrained:convert",
         PRETRAINED,
         "Make a pretrained model linear: convert its attention, measure, distill, and write it as a folder.",
         (
@@ -60,13 +60,13 @@ COMMANDS = {
         ),
     ),
     "judge": Entry(
-        "kernelformer.cli.judge:judge",
+        "kernelformer.cli.pretrained:judge",
         PRETRAINED,
         "Judge a converted model beside its original: parts, recall, samples; into its report and model card.",
         (("linear --original MODEL --text test.jsonl", "parts, recall and samples, beside the original"),),
     ),
     "export": Entry(
-        "kernelformer.cli.export:export",
+        "kernelformer.cli.pretrained:export",
         PRETRAINED,
         "Write a model as ONNX, compared with torch, with a script that runs it without torch.",
         (("out/bytes exported", "a finished run as ONNX, with a script that generates without torch"),),

@@ -198,12 +198,7 @@ PART = re.compile(r"(?:step|change) ([\d,]+)(?: of |/)([\d,]+)|([\d.]+) of ([\d.
 
 
 class Following:
-    """Progress of one job.
-
-    Args:
-        inner: whether sentences tell how far the present part is, which then counts too.
-        seconds: that the job takes, where time decides; counted from the first sentence.
-    """
+    """Progress of one job of several parts, each with a progress of its own if ``inner``, or of so many seconds."""
 
     def __init__(self, total: int | None, inner: bool = False, seconds: float | None = None) -> None:
         columns = (

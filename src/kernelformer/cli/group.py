@@ -53,13 +53,9 @@ Example = tuple[str, str]  # the words after the command's name, and what they d
 
 @dataclass(frozen=True)
 class Entry:
-    """A command that is imported when it is run or its own help is asked for.
+    """A command that is imported when it is run or its own help is asked for."""
 
-    Args:
-        target: ``package.module:function``, or ``package.module:app`` for a group of commands.
-    """
-
-    target: str
+    target: str  # ``package.module:function``, or ``package.module:app`` for a group of commands
     panel: str
     help: str
     examples: tuple[Example, ...] = ()

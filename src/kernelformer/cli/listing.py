@@ -1,4 +1,4 @@
-"""``kernelformer list``: methods and their options."""
+"""``kernelformer list | doctor``: methods and their options, and the installation."""
 
 from __future__ import annotations
 
@@ -86,3 +86,20 @@ def show_method(name: str, about: str) -> Row:
         value[part] = [{"name": x.name, "default": x.default, "about": x.about} for x in given]
     console.print(f"as an attention: {name}:{example.name}={example.default}")
     return value
+
+
+def doctor(as_json: Json = False) -> None:
+    """Show versions, what is missing, threads, memory, devices and folders, and check attention against its definition.
+
+    Ends with code 1 if that check fails; an extra that is not installed is no failure.
+    """
+    from kernelformer.diagnosis import as_lines, diagnose, missing_lines
+
+    with plain_errors():
+        found = diagnose()
+        for line in (*as_lines(found), *missing_lines(found)):
+            console.print(line, soft_wrap=True)
+        if as_json:
+            show_json(found)
+    if not found["self_check"]["passed"]:
+        raise typer.Exit(1)

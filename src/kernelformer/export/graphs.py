@@ -28,11 +28,7 @@ from kernelformer.modules.mixed import PairState
 
 @dataclass(frozen=True)
 class Layout:
-    """Structure of a state without its tensors.
-
-    Args:
-        grows: whether it keeps every key; its tensors are keys, values and mask then.
-    """
+    """Structure of a state without its tensors; where it grows they are keys, values and mask."""
 
     made_by: MadeBy
     count: int
@@ -110,11 +106,7 @@ class StatefulGraph(nn.Module):
 
 
 class LayerPrompt(StatefulGraph):
-    """A causal layer on a prompt: (B, L, E) and a mask (B, L) -> (B, L, E), the next position, and the state's tensors.
-
-    Args:
-        layer: in evaluation mode.
-    """
+    """A causal layer on a prompt: (B, L, E) and a mask (B, L) -> (B, L, E), the next position and the state."""
 
     result = "y"
 
@@ -144,12 +136,7 @@ class LayerPrompt(StatefulGraph):
 
 
 class LayerStep(StatefulGraph):
-    """A causal layer on one token: (B, 1, E), its position (B, 1) and the state -> the same as a `LayerPrompt` gives.
-
-    Args:
-        layer: as that of the prompt.
-        layouts: of the prompt.
-    """
+    """A causal layer on one token: (B, 1, E), its position (B, 1) and the state -> the same as a `LayerPrompt`."""
 
     result = "y"
 
@@ -176,11 +163,7 @@ EXAMPLE = 70  # tokens that a graph is traced with: more than a chunk, and no mu
 
 
 class Whole(nn.Module):
-    """A model that reads a whole sequence: tokens and mask (B, L) -> logits, or vectors of the tokens.
-
-    Args:
-        model: an encoder, ours or converted, in evaluation mode.
-    """
+    """An encoder that reads a whole sequence: tokens and mask (B, L) -> logits, or vectors of the tokens."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -215,12 +198,8 @@ class Whole(nn.Module):
 class Prompt(StatefulGraph):
     """A causal model on a prompt: tokens and mask (B, L) -> logits, positions, and the tensors of all states.
 
-    Padding stands on the left, so that the last token is real.
-
-    Args:
-        model: a causal language model, ours or converted, in evaluation mode.
-        every: whether there are logits (B, L, vocabulary) for every token; otherwise for the last one, (B, 1,
-            vocabulary).
+    Padding stands on the left, so that the last token is real. Logits are (B, L, vocabulary) for ``every`` token, or
+    (B, 1, vocabulary) for the last.
     """
 
     result = "logits"
@@ -247,12 +226,7 @@ class Prompt(StatefulGraph):
 
 
 class Step(StatefulGraph):
-    """A causal model on one token: token (B, 1), its position (B, 1) and the states -> the same as a `Prompt` gives.
-
-    Args:
-        model: as that of the prompt.
-        layouts: of the prompt.
-    """
+    """A causal model on one token: token (B, 1), its position (B, 1) and the states -> the same as a `Prompt` gives."""
 
     result = "logits"
 

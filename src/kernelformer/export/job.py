@@ -38,11 +38,7 @@ from kernelformer.modules.exact import GrowingCore
 
 
 def write_script(folder: Path, vocabulary: int, longest: int | None, *, generates: bool) -> None:
-    """Write a script that runs the graphs of a folder without torch.
-
-    Args:
-        generates: continue a text; else read one.
-    """
+    """Write a script that runs the graphs of a folder without torch; it continues a text, or reads one."""
     name = "generate.py" if generates else "run.py"
     tokens = "tokenizer" if (folder / "tokenizer.json").is_file() else "bytes" if vocabulary == 256 else "numbers"
     source = Path(__file__).with_name("script.py.jinja").read_text("utf-8")
@@ -113,18 +109,13 @@ COPIED = ("config.json", "generation_config.json", "tokenizer*", "special_tokens
 
 @dataclass(frozen=True)
 class Exported:
-    """Record of an export.
-
-    Args:
-        longest: tokens that it has positions for; None where there is no end.
-        grows: numbers of the layers whose state keeps every key.
-    """
+    """Record of an export."""
 
     folder: Path
     files: dict[str, int]
     kind: str
-    longest: int | None
-    grows: list[int]
+    longest: int | None  # tokens that it has positions for; None where there is no end
+    grows: list[int]  # numbers of the layers whose state keeps every key
     differences: Differences
     opset: int = OPSET
 
@@ -136,12 +127,9 @@ def export_folder(
     *,
     log: Callable[[str], None] = lambda _: None,
 ) -> Exported:
-    """Export a saved model: ours, that of a run, or a converted one.
+    """Export a saved model: ours, that of a run, or a converted one, to a folder that does not exist yet.
 
-    Args:
-        folder: of the model, or of the run.
-        out: folder that does not exist yet; it is there when all is done and compared, or not at all.
-        settings: default ones if None.
+    It is there when all is done and compared, or not at all.
 
     Raises:
         ValueError: no model, one that cannot be exported, which is said by name, or a graph that differs from torch.

@@ -196,11 +196,7 @@ class FeatureMap(nn.Module):
         FeatureMap.take_numbers(self)
 
     def take_numbers(self) -> None:
-        """Read seed and draw from their buffers, after something other than `load_state_dict` has filled them.
-
-        Raises:
-            ValueError: the settings that came with them are those of another map.
-        """
+        """Read seed and draw from their buffers, after something other than `load_state_dict` has filled them."""
         if self.draw.is_meta:
             return
         problem = _other_settings("", self.settings, self.options)
@@ -245,14 +241,9 @@ class FeatureMap(nn.Module):
     def prepare(
         self, query: Tensor, key: Tensor, key_mask: Tensor | None, scale: float, query_mask: Tensor | None = None
     ) -> list[Tensor]:
-        """Return the tensors for one call, given q, k, the masks and the scale, in the dtype of the arithmetic.
+        """Return the tensors for one call of q (B, H, L, D) and k (B, G, S, D), in the dtype of the arithmetic.
 
-        Args:
-            query: (B, H, L, D).
-            key: (B, G, S, D).
-            key_mask: (B, S) bool, which keys are real; None means all.
-            scale: of the product q . k.
-            query_mask: (B, L) bool, which queries are real; None means all.
+        Masks (B, n) say which tokens are real; None means all.
         """
         return self.tensors(compute_dtype(query.dtype))
 

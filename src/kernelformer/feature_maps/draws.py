@@ -92,14 +92,7 @@ _BLOCKS: dict[str, Callable[[int, Generator], Tensor]] = {
     "givens": givens_block,
 }
 DRAWS = ("iid", *_BLOCKS)
-_NORMS = {
-    "iid": "chi",
-    "orthogonal": "chi",
-    "simplex": "chi",
-    "spherical": "sqrt",
-    "hadamard": "sqrt",
-    "givens": "sqrt",
-}
+_FIXED = ("spherical", "hadamard", "givens")  # draws with norms of sqrt(D) by default
 
 
 def draw_frequencies(
@@ -125,12 +118,10 @@ def draw_frequencies(
     positive_int("num_features", num_features)
     choice("draw", draw, DRAWS)
     exact = norms == "sqrt"
-    norms = choice("norms", _NORMS[draw] if norms is None else norms, ("chi", "sqrt"))
+    norms = choice("norms", ("sqrt" if draw in _FIXED else "chi") if norms is None else norms, ("chi", "sqrt"))
     if draw == "iid":
         omega = _randn(num_features, dim, gen=gen)
-        if norms == "chi":
-            return omega
-        return math.sqrt(dim) * F.normalize(omega, dim=1)
+        return omega if norms == "chi" else math.sqrt(dim) * F.normalize(omega, dim=1)
     blocks: list[Tensor] = []
     rows = 0
     while rows < num_features:

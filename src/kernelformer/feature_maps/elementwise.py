@@ -23,13 +23,7 @@ from kernelformer.feature_maps.exponential import DENSE
 
 @dataclass(frozen=True)
 class Activation:
-    """Pointwise function: y = f(z) + eps, or its logarithm.
-
-    Args:
-        value: y from z and eps, differentiable.
-        nonnegative: whether f cannot be negative.
-        log: whether y is the logarithm.
-    """
+    """Pointwise function y = f(z) + eps, differentiable, or its logarithm where ``log`` says so."""
 
     value: Callable[[Tensor, float], Tensor]
     nonnegative: bool = True

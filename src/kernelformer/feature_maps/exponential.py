@@ -79,24 +79,15 @@ class Affine:
 
     Each call is one matrix product into the caller's buffer, with what it can as its summand. ``dim`` is the axis of
     the features: 2, rows (N, C, M), or 1, columns (N, M, C).
-
-    Args:
-        dense: the definition of W.
-        tensors: ``factor W`` (N, M, D) and, if there is one, b (N, M).
-        grads: of these, to be summed up; empty where nothing is learned.
-        factor: of W.
-        row: of the squared norm.
-        constant: added to it.
-        units: into how many equal parts z goes, each divided by its sum; 0 leaves z as it is.
     """
 
     dense: Dense
-    tensors: list[Tensor]
-    grads: list[Tensor]
+    tensors: list[Tensor]  # ``factor W`` (N, M, D) and, if there is one, b (N, M)
+    grads: list[Tensor]  # of these, to be summed up; empty where nothing is learned
     factor: float
     row: float
     constant: float
-    units: int
+    units: int  # into how many equal parts z goes, each divided by its sum; 0 leaves z as it is
 
     def logs(self, x: Tensor, dim: int, out: Tensor, shift: Tensor | None = None, norm: bool = True) -> Tensor:
         """Compute ``out = z + shift``, with ``norm=False`` without what depends on |x| alone."""
@@ -159,13 +150,9 @@ class Affine:
 
 
 class AffineChunks(PositiveChunks):
-    """Positive map with affine log features on chunks.
+    """Positive map with affine log features of queries and keys on chunks, which may be the same object.
 
-    Args:
-        query: log features of the queries.
-        key: log features of the keys; the same object if both have one map.
-        normalize: whether a summand per query cancels.
-        group: R, query heads of a row that have maps of their own, N R of them; 1 where they share the row's.
+    ``group`` is R where the R query heads of a row have maps of their own, N R of them; 1 where they share the row's.
     """
 
     def __init__(self, query: Affine, key: Affine, normalize: bool, group: int = 1) -> None:

@@ -50,19 +50,10 @@ def fwht(x: Tensor) -> Tensor:
 
 
 def fastfood(x: Tensor, scale: Tensor, gauss: Tensor, signs: Tensor, permutation: Tensor) -> Tensor:
-    """Compute ``S H G P H B x / sqrt(d')`` block by block (KL-Transformer, Eq. 6, with sigma = 1).
+    """Compute ``S H G P H B x / sqrt(d')`` of x (..., D, C) block by block (KL-Transformer, Eq. 6, with sigma = 1).
 
-    Args:
-        x: (..., D, C).
-        scale: S, (..., blocks, d').
-        gauss: G, (..., blocks, d').
-        signs: B, (..., blocks, d').
-        permutation: P, (..., blocks, d'): row i of ``P u`` is row ``permutation[i]`` of u.
-
-    Returns:
-        (..., blocks d', C).
-
-    Cost: O(M log d') per column.
+    S, G, B and P are (..., blocks, d'), row i of ``P u`` being row ``permutation[i]`` of u; the result is
+    (..., blocks d', C). Cost: O(M log d') per column.
     """
     dim = scale.shape[-1]
     padded = torch.nn.functional.pad(x, (0, 0, 0, dim - x.shape[-2])).unsqueeze(-3)

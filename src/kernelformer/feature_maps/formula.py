@@ -46,13 +46,7 @@ class FormulaMap(FeatureMap):
 
     nonnegative: ClassVar[bool] = False  # whether no feature of `phi` can be negative, which spares the guard
 
-    def __init__(
-        self,
-        *,
-        num_features: int = 0,
-        settings: Mapping[str, object] | None = None,
-        **common: Any,
-    ) -> None:
+    def __init__(self, *, num_features: int = 0, settings: Mapping[str, object] | None = None, **common: Any) -> None:
         kind = type(self)
         if (kind.log_phi is FormulaMap.log_phi) == (kind.phi is FormulaMap.phi):
             raise TypeError(f"{kind.__name__} must define log_phi, for positive features, or else phi, and not both.")

@@ -99,13 +99,7 @@ class TrigonometricMap(FeatureMap):
     The others are those of `FeatureMap`.
     """
 
-    def __init__(
-        self,
-        *,
-        num_features: int = 256,
-        kernel: str = "softmax",
-        **common: Any,
-    ) -> None:
+    def __init__(self, *, num_features: int = 256, kernel: str = "softmax", **common: Any) -> None:
         num_features = positive_int("num_features", num_features)
         choice("kernel", kernel, _ROW)
         super().__init__(

@@ -13,13 +13,7 @@ from kernelformer.kernels import squared_distance
 
 
 def landmark_gram(landmarks: Tensor, valid: Tensor | None, gamma: float) -> Tensor:
-    """Compute ``M + gamma I``, (..., s, s); a slot without a token has only 1 + gamma on its diagonal.
-
-    Args:
-        landmarks: (..., s, D).
-        valid: (..., s) bool, or None if every slot has a token.
-        gamma: the ridge.
-    """
+    """Compute ``M + gamma I`` of landmarks (..., s, D); where not ``valid`` it has 1 + gamma on its diagonal alone."""
     gram = torch.exp(-0.5 * squared_distance(landmarks, landmarks))
     eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     gram = gram * (1 - eye)  # the distance of a point from itself is zero, whatever rounding says
@@ -35,20 +29,15 @@ def sharper(inverse: Tensor, product: Tensor) -> Tensor:
 
 
 def iterated_inverse(matrix: Tensor, ridge: float) -> Tensor:
-    """Compute ``matrix^-1`` by matrix products alone (Skyformer, Sec. 4.4).
+    """Compute ``matrix^-1``, (..., s, s), by matrix products alone (Skyformer, Sec. 4.4).
 
         V <- V/4 (13 I - A V (15 I - A V (7 I - A V)))       A = D^-1/2 matrix D^-1/2,  D = diag(matrix 1)
 
     and ``matrix^-1 = D^-1/2 V D^-1/2``. A's eigenvalues lie in (0, 1], so that V = I is a start for any matrix: it
     shares nothing over the batch, unlike the published one. Each round multiplies small eigenvalues of A V by 13/4 and
     then cubes the residual, so that the rounds that the worst matrix of s landmarks needs, about
-    ``log(1 + s / ridge) / 1.18 + 5``, are known beforehand, and no matrix waits for another.
-
-    Args:
-        matrix: (..., s, s), semidefinite with entries in [0, 1], plus the ridge.
-        ridge: above 0; the matrix's eigenvalues are not below it.
-
-    Cost: four products of (s, s) matrices a round.
+    ``log(1 + s / ridge) / 1.18 + 5``, are known beforehand, and no matrix waits for another. The matrix is semidefinite
+    with entries in [0, 1], plus the ridge. Cost: four products of (s, s) matrices a round.
     """
     size = matrix.shape[-1]
     root = matrix.sum(-1).rsqrt()
@@ -123,11 +112,7 @@ class Tokens:
         return self.x.shape[2] if self.real is None else self.real.sum(1, keepdim=True)
 
     def segments(self, number: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Means of stretches of real tokens, as equal as can be, (B, H, slots, D), and a mask of slots with any.
-
-        Args:
-            number: of stretches in each sample, (B, 1), at most ``slots``, the default.
-        """
+        """Means of ``number`` (B, 1) equal stretches of real tokens, (B, H, slots, D), and a mask of slots with any."""
         count = self.count.clamp_min(1) if isinstance(self.count, Tensor) else self.count
         which = self.rank * (self.slots if number is None else number) // count  # (B or 1, n)
         member = which.unsqueeze(1) == torch.arange(self.slots, device=self.x.device).unsqueeze(-1)
@@ -152,17 +137,12 @@ def together(parts: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Ten
 
 
 def aligned(query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Move queries and keys towards each other without changing softmax attention.
+    """Move q (B, H, L, D) and k (B, H, S, D) towards each other without changing softmax attention.
 
         q' = t q,  k' = (k - mean k) / t + t mean q          t = (var k / var q)^(1/4), each coordinate by itself
 
-    ``q' . k'`` is ``q . k`` and a number per query, which the normalization takes away.
-
-    Args:
-        query: (B, H, L, D).
-        key: (B, H, S, D).
-        query_mask: (B, L) bool, or None; means are over real tokens.
-        key_mask: (B, S).
+    ``q' . k'`` is ``q . k`` and a number per query, which the normalization takes away. Means are over real tokens, by
+    masks (B, n).
     """
     if key_mask is not None:
         key = key.masked_fill(~key_mask[:, None, :, None], 0)

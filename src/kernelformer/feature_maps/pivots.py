@@ -58,19 +58,17 @@ def _(x: Tensor, weight: Tensor | None, real: Tensor | None, salt: Tensor | None
 def pivots(
     x: Tensor, weight: Tensor | None, real: Tensor | None, salt: Tensor | None, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Choose landmarks among the tokens of each sample and head.
+    """Choose ``count`` landmarks among the tokens of each sample and head.
 
     Args:
         x: (B, H, S, D), as the kernel sees them; those that are not real are finite.
         weight: (B, H, S), logarithms of factors of the residuals; None means 0.
         real: (B, S) bool, tokens to choose from; None means all.
         salt: () int64, says what is drawn; None for the greedy choice.
-        count: r, at most S.
 
     Returns:
         indices (B, H, r) int64, and which of them are landmarks, (B, H, r) bool: where the others explain everything,
-        or there are too few real tokens, the last are not. Cost: O(S r (D + r)) time and O(S r) memory per sample and
-        head, as many of which are done at once as fit in 64 MiB.
+        or there are too few real tokens, the last are not. Cost: O(S r (D + r)) time and O(S r) memory per head.
     """
     batch, heads = x.shape[:2]
     rows = None if weight is None else weight.detach().flatten(0, 1)

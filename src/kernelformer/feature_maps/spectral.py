@@ -282,13 +282,7 @@ class ScaledFourierMap(SpectralMap):
     Parameters: sigma (heads, D), at first 1.
     """
 
-    def __init__(
-        self,
-        *,
-        num_features: int = 256,
-        per_head: bool = True,
-        **common: Any,
-    ) -> None:
+    def __init__(self, *, num_features: int = 256, per_head: bool = True, **common: Any) -> None:
         num_features = positive_int("num_features", num_features)
         super().__init__("rks", smoothing=0.0, settings={}, num_features=num_features, per_head=per_head, **common)
         self.sigma = parameter(self.heads, self.head_dim)

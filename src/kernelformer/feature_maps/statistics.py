@@ -37,12 +37,6 @@ class Statistics(nn.Module):
     Buffers: moments (2, heads, D + 1, D + 1), the sums of [x, 1] [x, 1]^T over queries, and over keys; it alone is
     saved. From it follow basis (heads, D, D), U; spread (heads, D), l; balance (heads, D), t. All in float64, whatever
     the model's dtype: they are few, and sums over many tokens.
-
-    Args:
-        heads: number of maps.
-        head_dim: D.
-        dense: one exponent for each direction instead of one for all.
-        balance: give queries and keys one size in each coordinate, which leaves q . k alone.
     """
 
     moments: Tensor
@@ -79,11 +73,7 @@ class Statistics(nn.Module):
         self.refresh()
 
     def refresh(self) -> None:
-        """Recompute everything that is derived from the moments, after they were filled.
-
-        Raises:
-            ValueError: they are no sums over finite tokens.
-        """
+        """Recompute everything that is derived from the moments, after they were filled."""
         if self.moments.is_meta:
             return
         with torch.inference_mode(False), torch.no_grad():  # a later call may need gradients

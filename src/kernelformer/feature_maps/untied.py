@@ -23,19 +23,14 @@ class UntiedSpec(PositiveSpec):
     """``log phi(x) = W x + b``, less the log-sum-exp of each part of the features that sums to 1.
 
     Tensors: w (B or 1, H or 1, m, D) and, where there is one, b (B or 1, H or 1, M) of the queries, then of the keys.
-
-    Args:
-        query_units: into how many equal parts the features of a query go, each divided by its sum; 0: none is.
-        key_units: the same for the features of a key.
-        mirrored: W is w and -w, one below the other, M = 2 m; else w.
-        grouped: the R query heads of a key head have maps of their own, w (B or 1, G, R, m, D) and b (B or 1, G, R, M)
-            of the queries; their rows come head after head, (B, G, R L, D).
+    Where they are grouped, the R query heads of a key head have maps of their own, w (B or 1, G, R, m, D) and b
+    (B or 1, G, R, M) of the queries; their rows come head after head, (B, G, R L, D).
     """
 
     tied = False
-    query_units: int = 0
-    key_units: int = 0
-    mirrored: bool = False
+    query_units: int = 0  # into how many equal parts the features of a query go, each divided by its sum; 0: none is
+    key_units: int = 0  # the same for the features of a key
+    mirrored: bool = False  # W is w and -w, one below the other, M = 2 m; else w
     grouped: bool = False
 
     def feature_dim(self, tensors: Sequence[Tensor], head_dim: int) -> int:
@@ -80,13 +75,7 @@ class UntiedMap(FeatureMap):
 
     Parameters: w_q (H, m, D) of the queries, w_k (G, m, D) of the keys; H = G = 1 where the heads share one map. A
     subclass that learns more names it in `learns`, has a parameter of each role by that name, and sets all in
-    `_reset_learned`.
-
-    Args:
-        spec: without groups of queries.
-        rows: m.
-
-    The others are those of `FeatureMap`; nothing is redrawn.
+    `_reset_learned`. Nothing is redrawn.
     """
 
     learns: ClassVar[tuple[str, ...]] = ("w",)  # without the role, in the order of the spec's tensors

@@ -37,11 +37,8 @@ def attend_eagerly(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend by the eager function that stands beside the module's class, with the model's own soft caps and sinks.
 
-    Args:
-        mask: (B or 1, 1, 1 or L, S), bool or added to the logits; None: all keys, or those so far.
-
-    Returns:
-        (B, L, H, E) and the weights (B, H, L, S).
+    The mask is (B or 1, 1, 1 or L, S), bool or added to the logits; None: all keys, or those so far. Returns
+    (B, L, H, E) and the weights (B, H, L, S).
     """
     files = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)
     attend = next((getattr(x, _EAGER) for x in files if hasattr(x, _EAGER)), None)
@@ -150,13 +147,8 @@ def make_mask(
 ) -> Tensor:
     """Make the mask of a model, as transformers' `AttentionMaskInterface` asks for it; never L x S numbers.
 
-    Returns:
-        bool, True = attend: (B, S) for causal attention, (B, 1, 1, S) for all others. Where nothing is hidden it is one
-        number, expanded.
-
-    Raises:
-        ValueError: a pattern that is neither causal nor without order: windows, chunks, packed sequences; keys that are
-            not those of the tokens so far: a cache of fixed length.
+    bool, True = attend: (B, S) for causal attention, (B, 1, 1, S) for all others. Where nothing is hidden it is one
+    number, expanded.
     """
     if not is_plain(mask_function):
         raise _no_pattern()
@@ -180,9 +172,8 @@ def make_mask(
 def read_mask(mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool) -> tuple[Tensor | None, bool]:
     """Read from a mask which keys are visible, (B, S) bool or None for all, and whether attention is causal.
 
-    Args:
-        mask: of `make_mask`; or (B, 1, 1 or L, S) of the caller's own, bool or added to the logits, as long as it hides
-            whole keys, or keys and the future.
+    It is one of `make_mask`, or (B, 1, 1 or L, S) of the caller's own, bool or added to the logits, as long as it hides
+    whole keys, or keys and the future.
     """
     if mask is None:
         return None, is_causal
@@ -315,18 +306,11 @@ def attend(
     position_bias: Tensor | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend with a core, as transformers' `AttentionInterface` asks for it.
+    """Attend with a core, as transformers' `AttentionInterface` asks for it, after the cache.
 
     Attention dropout is left out, since there are no weights to drop. A warning says so; Python shows it once for each
-    kind of module, not at every step, unless its filters say otherwise.
-
-    Args:
-        query: (B, H, L, D).
-        key: (B, G, S, D), after the cache.
-        value: (B, G, S, E).
-
-    Returns:
-        (B, L, H, E), and the weights (B, H, L, S) where ``output_attentions`` asks for them.
+    kind of module, not at every step, unless its filters say otherwise. Returns (B, L, H, E), and the weights
+    (B, H, L, S) where ``output_attentions`` asks for them.
     """
     check_keywords(keywords, core.method, module)
     _check_positions(keywords.get("position_ids"), query)

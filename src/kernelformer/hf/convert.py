@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -36,17 +38,11 @@ EXACT = "softmax"
 
 @dataclass(frozen=True, kw_only=True)
 class Layer(Attention):
-    """Plan for one attention, or the record of what was done to it.
+    """Plan for one attention, or the record of what was done to it; ``calls`` are 0 until it was verified."""
 
-    Args:
-        method: `EXACT` where it was kept, by choice or for a reason.
-        exact_heads: those that attend exactly in a layer that was replaced.
-        calls: in one pass, when the conversion was verified; 0: not verified.
-    """
-
-    method: str
+    method: str  # `EXACT` where it was kept, by choice or for a reason
     options: dict[str, Any] = field(default_factory=dict)
-    exact_heads: tuple[int, ...] = ()
+    exact_heads: tuple[int, ...] = ()  # those that attend exactly in a layer that was replaced
 
     @property
     def replaced(self) -> bool:
@@ -122,12 +118,7 @@ def make_plan(
     options: Mapping[str, Any],
     longest: int | None = None,
 ) -> Conversion:
-    """Make the plan that `convert` was asked for, attention by attention.
-
-    Args:
-        layers: None: all that can be replaced; of patterns, too.
-        longest: tokens that the model takes; for methods that have a ``max_length``.
-    """
+    """Make the plan that `convert` was asked for; ``longest`` is for methods that have a ``max_length``."""
     settings = resolve_options(method, options)
     if method == EXACT and settings:
         raise ValueError(
@@ -451,19 +442,13 @@ def _verify(model: nn.Module, inputs: Mapping[str, Any] | None) -> None:
     called |= cores(model)
     counts = dict.fromkeys(called, 0)
 
-    def count(name: str) -> Any:
-        def hook(*_: Any) -> None:
-            counts[name] += 1
+    def count(name: str, *_: Any) -> None:
+        counts[name] += 1
 
-        return hook
-
-    handles = [module.register_forward_pre_hook(count(name)) for name, module in called.items()]
-    try:
-        with without_landmark_warnings(model):
-            run(model, inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, without_landmark_warnings(model):
+        for name, module in called.items():
+            hooks.enter_context(module.register_forward_pre_hook(partial(count, name)))
+        run(model, inputs)
     idle = _record_calls(model, counts)
     if idle:
         raise ValueError(

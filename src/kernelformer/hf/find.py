@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,16 +39,7 @@ TOKENS = 6  # of the inputs that a model is tried with
 
 @dataclass(frozen=True)
 class Attention:
-    """One attention of a model.
-
-    Args:
-        way: how its computation is replaced: through transformers' `AttentionInterface`, by an adapter of ours, or as a
-            `torch.nn.MultiheadAttention`; "own" where it cannot be.
-        calls: in one pass; several where layers share their weights, 0 if the model was not tried.
-        cross: whether its keys were those of other tokens than its queries.
-        num_key_heads: G, fewer than H for grouped queries; None if the model was not tried.
-        reason: why it cannot be replaced and is kept; "" for all others.
-    """
+    """One attention of a model."""
 
     name: str
     way: Way
@@ -56,10 +47,10 @@ class Attention:
     head_dim: int
     scale: float
     causal: bool
-    calls: int = 0
-    cross: bool = False
-    num_key_heads: int | None = None
-    reason: str = ""
+    calls: int = 0  # in one pass; several where layers share their weights, 0 if the model was not tried
+    cross: bool = False  # whether its keys were those of other tokens than its queries
+    num_key_heads: int | None = None  # G, fewer than H for grouped queries; None if the model was not tried
+    reason: str = ""  # why it cannot be replaced and is kept
 
 
 @dataclass
@@ -116,16 +107,11 @@ def held_configs(model: nn.Module) -> list[tuple[nn.Module, str, PretrainedConfi
 
 @torch.no_grad()
 def find_attentions(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> list[Attention]:
-    """Find all attentions of a model, in the order of its modules.
+    """Find all attentions of a model, in the order of its modules; those that cannot be replaced say why.
 
     A model of transformers is run once on a few tokens, with exact attention, to see which of its modules attend and
-    with what; a plain PyTorch model is run where ``inputs`` are given. Those that cannot be replaced say why.
-
-    Args:
-        inputs: keyword arguments of a call; default: made from the configuration.
-
-    Raises:
-        ValueError: there is no attention, none can be replaced, one is not covered, or one is not called.
+    with what; a plain PyTorch model is run where ``inputs`` are given. A ValueError where there is no attention, none
+    can be replaced, one is not covered, or one is not called.
     """
     if any("conversion" in vars(x) or isinstance(x, KernelMultiheadAttention) for x in model.modules()):
         raise ValueError(
@@ -239,11 +225,7 @@ def try_inputs(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def probing(model: PreTrainedModel, probe: Any, mask: Any = sdpa_mask) -> Iterator[None]:
-    """Send the attention of a model through ``probe`` for a block.
-
-    Args:
-        probe: (module, query, key, value, mask, **options) -> (out (B, L, H, E), weights or None).
-    """
+    """Send the attention of a model through a probe for a block, an `AttentionInterface` of transformers."""
     AttentionInterface.register(PROBE, probe)
     AttentionMaskInterface.register(PROBE, mask)
     configs = {id(x): x for _, _, x in held_configs(model)}
@@ -274,35 +256,28 @@ def _watching(model: nn.Module, probe: Probe) -> Iterator[None]:
         """Make a mask also where SDPA would do without: it shows if attention is causal, or has a pattern."""
         return make_mask_of_pattern(*args, **{**options, "allow_is_causal_skip": False})
 
-    unseen = (x for x in model.modules() if family_of(x).way in ("multihead", "own"))  # by an interface
-    handles = [x.register_forward_pre_hook(note) for x in unseen]
-    try:
-        with hearing(model, probe.hear, whole_mask) if isinstance(model, PreTrainedModel) else nullcontext():
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks:
+        for x in model.modules():
+            if family_of(x).way in ("multihead", "own"):  # which no interface sees
+                hooks.enter_context(x.register_forward_pre_hook(note))
+        if isinstance(model, PreTrainedModel):
+            hooks.enter_context(hearing(model, probe.hear, whole_mask))
+        yield
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One call of an attention in a pass of a model: what it was given and what it returned.
-
-    Args:
-        call: number of the call in the pass; above 0 where layers share their weights.
-        mask: as transformers made it; see `read_mask`.
-        output: (B, L, H, E); None where it was not kept.
-    """
+    """One call of an attention in a pass of a model: what it was given and what it returned."""
 
     name: str
-    call: int
+    call: int  # its number in the pass; above 0 where layers share their weights
     module: Any
     query: Tensor
     key: Tensor
     value: Tensor
-    mask: Tensor | None
+    mask: Tensor | None  # as transformers made it; see `read_mask`
     options: dict[str, Any]
-    output: Tensor | None
+    output: Tensor | None  # (B, L, H, E); None where it was not kept
 
     @property
     def scale(self) -> float:
@@ -363,12 +338,7 @@ def attention_calls(
     only: Collection[str] | None = None,
     autocast: torch.dtype | None = None,
 ) -> list[AttentionCall]:
-    """Record the attentions of one pass, in the order of the calls; the model is left as it was.
-
-    Args:
-        only: names of attentions to record; None: all.
-        autocast: the precision of the pass, such as ``torch.bfloat16``.
-    """
+    """Record the attentions of one pass, or those named in ``only``, in the order of the calls."""
     calls: list[AttentionCall] = []
 
     def record(call: AttentionCall) -> None:

@@ -134,11 +134,7 @@ def check_fit(record: Mapping[str, Any], plan: Conversion, folder: Path) -> None
 
 
 def load_weights(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None) -> None:
-    """Give a converted model the weights of its folder.
-
-    Args:
-        dtype: of the model, see `kernelformer.hf.load`; None: as they were saved.
-    """
+    """Give a converted model the weights of its folder, in this dtype or as they were saved; see `load`."""
     with _reading_weights(folder):
         # Copies: a file's tensors lie anywhere in memory, and sums come out otherwise where they are not aligned.
         weights = {key: x.clone() for path in _weight_files(folder) for key, x in load_file(path).items()}
@@ -242,32 +238,21 @@ def load(folder: str | Path, *, dtype: torch.dtype | None = None, device: str | 
 
 @dataclass(frozen=True)
 class Source:
-    """A pretrained model and what belongs to it.
-
-    Args:
-        tokenizer: None where the folder has none.
-        task: one of `TASKS` but not ``auto``: how inputs for it are made.
-    """
+    """A pretrained model and what belongs to it."""
 
     model: Any
-    tokenizer: Any
+    tokenizer: Any  # None where the folder has none
     path: str
-    task: str = "encoder"
+    task: str = "encoder"  # one of `TASKS` but not ``auto``: how inputs for it are made
     remarks: list[str] = field(default_factory=list)
 
 
 def load_source(path: str | Path, *, task: str = "auto", allow_pickle: bool = False) -> Source:
     """Load a pretrained model: a folder of transformers, a name on the hub, a ``.gguf`` file, or a folder with one.
 
-    No weight is left random, and no code of others runs.
-
-    Args:
-        path: of the folder or the file, or the name.
-        task: which head it gets: ``masked``, ``causal``, ``seq2seq``, none (``encoder``), or that of the folder.
-        allow_pickle: read pickled weights too, by torch's loader that makes tensors and nothing else.
-
-    Raises:
-        ValueError: not a model, converted already, pickled without ``allow_pickle``, or weights that would be random.
+    No weight is left random, and no code of others runs. The task says which head it gets: ``masked``, ``causal``,
+    ``seq2seq``, none (``encoder``), or that of the folder; with ``allow_pickle`` torch's loader that makes tensors and
+    nothing else reads pickled weights too.
     """
     choice("task", task, TASKS)
     folder = Path(path)
@@ -328,11 +313,7 @@ class _Loader:
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, *_: Any, config: Any = None, **options: Any) -> Any:
-        """Load a converted folder as `load` does, if the Auto class is one for the original.
-
-        Raises:
-            ValueError: it is not, or an option that `load` does not have.
-        """
+        """Load a converted folder as `load` does, if the Auto class is one for the original."""
         record = read_record(Path(folder))
         check_record(record, Path(folder))
         autos = auto_classes(record["architecture"])

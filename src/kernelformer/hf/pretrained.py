@@ -129,11 +129,7 @@ def model_classes(config: Any, task: str) -> list[Any]:
 
 
 def first_complete(path: object, kinds: Sequence[Any], load: _Load) -> tuple[Any, list[str]]:
-    """Load the first class for which no weight is left random.
-
-    Args:
-        load: (class, **options) -> the model, and transformers' ``loading_info``.
-    """
+    """Load the first class for which no weight is left random; ``load`` also gives transformers' ``loading_info``."""
     misses = []
     for kind in kinds:
         model, info = load(kind)
@@ -238,15 +234,11 @@ def tokenizer_of_vocabulary(path: Path) -> Any:
             raise ValueError(f"{path} has no {name} ({' or '.join(known)}), so that no tokenizer can be made of it.")
     words = [x for x in tokens if x not in special.values()]
     if any(x.startswith(PIECE) for x in words):
-        return _word_pieces(vocabulary, special, small=not any(x != x.lower() for x in words if "[" not in x))
+        from transformers import BertTokenizer
+
+        settings: dict[str, Any] = {**special, "do_lower_case": all(x == x.lower() for x in words if "[" not in x)}
+        return BertTokenizer(vocab=vocabulary, **settings)
     return _longest_first(vocabulary, special, words)
-
-
-def _word_pieces(vocabulary: dict[str, int], special: dict[str, str], small: bool) -> Any:
-    from transformers import BertTokenizer
-
-    settings: dict[str, Any] = {**special, "do_lower_case": small}
-    return BertTokenizer(vocab=vocabulary, **settings)
 
 
 def _longest_first(vocabulary: dict[str, int], special: dict[str, str], words: list[str]) -> Any:

@@ -8,16 +8,19 @@ require_extra(__name__)
 
 from kernelformer.models.base import KernelformerPreTrainedModel
 from kernelformer.models.config import KernelformerConfig
-from kernelformer.models.decoder import KernelformerForCausalLM, KernelformerForPixels
+from kernelformer.models.decoder import (
+    KernelformerForCausalLM,
+    KernelformerForConditionalGeneration,
+    KernelformerForPixels,
+)
 from kernelformer.models.encoder import (
+    KernelformerForImageClassification,
     KernelformerForMaskedLM,
     KernelformerForMatching,
     KernelformerForSequenceClassification,
+    KernelformerForSeries,
     KernelformerModel,
 )
-from kernelformer.models.seq2seq import KernelformerForConditionalGeneration
-from kernelformer.models.series import KernelformerForSeries
-from kernelformer.models.vision import KernelformerForImageClassification
 
 MODELS: dict[str, type[KernelformerPreTrainedModel]] = {
     "encoder": KernelformerModel,

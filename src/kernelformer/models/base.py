@@ -228,16 +228,12 @@ class FirstToken(nn.Module):
 def mean_loss(
     logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None, *, per_token: bool = False
 ) -> Tensor:
-    """Cross-entropy over all labels but -100, or the squared error of numbers.
+    """Cross-entropy over all labels but -100, or the squared error of numbers: logits (..., classes), labels (...).
 
     Where sequences are split over ranks it is the same number on all of them, and its gradient is a rank's share, so
-    that the gradients of all ranks add up to those of the whole.
-
-    Args:
-        logits: (..., classes); (B, 1) for numbers.
-        labels: (...); in floating point they are numbers.
-        num_items_in_batch: labels that the mean is over, on all ranks, where the batch is a part of a larger one.
-        per_token: whether each rank has the labels of its own tokens; otherwise all have those of whole sequences.
+    that the gradients of all ranks add up to those of the whole; the labels are ``per_token`` those of each rank's own
+    tokens, else those of whole sequences on all. ``num_items_in_batch`` are the labels that the mean is over, on all
+    ranks, where the batch is a part of a larger one.
     """
     splits = active_ranks() is not None
     if labels.is_floating_point():

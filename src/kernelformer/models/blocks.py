@@ -105,10 +105,8 @@ class Block(GradientCheckpointingLayer):
 class Stack(nn.Module):
     """Blocks one after another, and the norm at their end.
 
-    Args:
-        length: the longest sequence, for methods and positions with a table of it.
-        num_prefix: tokens before the sequence or the grid, which ``length`` does not count.
-        part: its number in the model, so that an encoder and a decoder draw differently.
+    ``length`` is the longest sequence, without ``num_prefix`` tokens before it or the grid, for methods and positions
+    with a table of it; ``part`` is its number in the model, so that an encoder and a decoder draw differently.
     """
 
     def __init__(

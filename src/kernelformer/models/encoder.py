@@ -1,4 +1,4 @@
-"""Encoders: the bare model, classification of sequences and of pairs, masked language modelling."""
+"""Encoders: the bare model, classification of sequences, pairs, series and images, masked language modelling."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
-from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput, SequenceClassifierOutput
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    ImageClassifierOutput,
+    MaskedLMOutput,
+    SequenceClassifierOutput,
+)
 from transformers.utils.generic import can_return_tuple
 
 from kernelformer.errors import shape
 from kernelformer.models.base import FirstToken, KernelformerPreTrainedModel, mean_loss, refuse_unknown
 from kernelformer.models.blocks import Stack, last_segments, visible
 from kernelformer.models.config import KernelformerConfig
-from kernelformer.models.embeddings import Embeddings
-from kernelformer.modules.context import active_ranks, agreeing, tokens_before
+from kernelformer.models.embeddings import Embeddings, embedding_scale, position_table
+from kernelformer.modules.context import active_ranks, agreeing, needs_whole, tokens_before
 from kernelformer.modules.packed import segment_positions
 from kernelformer.modules.spec import has_positions
 from kernelformer.parallel.context import IGNORED
@@ -249,3 +254,112 @@ class KernelformerForMaskedLM(KernelformerPreTrainedModel):
         logits = self.lm_head(hidden)
         loss: Any = None if labels is None else mean_loss(logits, labels, num_items_in_batch, per_token=True)
         return MaskedLMOutput(loss=loss, logits=logits)
+
+
+class KernelformerForSeries(KernelformerPreTrainedModel):
+    """Values of several channels through an encoder: (B, L, channels) -> logits (B, classes), or a number (B, 1).
+
+        x_i = W value_i + b + position_i        one vector for each moment, in place of a token's
+
+    Values should be about 0 in the mean and 1 in size, as the task ``series`` makes them. ``num_labels=1`` is a
+    regression.
+    """
+
+    main_input_name = "values"
+    family = "series"
+
+    def __init__(self, config: KernelformerConfig) -> None:
+        super().__init__(config)
+        self.project = nn.Linear(config.num_channels, config.hidden_size)
+        self.scale = 1 / embedding_scale(config)  # embeddings are multiplied by it
+        self.model = KernelformerModel(config, first_token=config.pooling == "cls", tokens=False)
+        self.pooler = Pooler(config.pooling)
+        self.head = Head(config.hidden_size, config)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        values: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutput:
+        """Classify series, (B, L, channels) -> logits (B, classes).
+
+        Args:
+            values: (B, L, channels) of floating point.
+            attention_mask: (B, L), 1 = real; what stands elsewhere is not read, NaN included.
+            labels: (B), for the mean cross-entropy, or the squared error of numbers.
+            position_ids: (B, L); default 0 to L - 1.
+            kwargs: of other Hugging Face models, None or False.
+        """
+        refuse_unknown(self, kwargs)
+        channels = self.config.num_channels
+        if values is None or values.dim() != 3 or values.shape[-1] != channels or not values.is_floating_point():
+            given = None if values is None else f"{shape(values)} in {values.dtype}"
+            raise ValueError(f"values must be (batch, length, channels) = (B, L, {channels}) numbers, got {given}.")
+        if attention_mask is not None and attention_mask.shape == values.shape[:2]:
+            values = values.masked_fill(attention_mask.unsqueeze(-1) == 0, 0)  # a NaN there would reach gradients
+        x = self.project(values.to(self.project.weight.dtype)) * self.scale
+        hidden = self.model(None, attention_mask, x, position_ids).last_hidden_state
+        logits = self.head(self.pooler(hidden, attention_mask))
+        loss: Any = None if labels is None else mean_loss(logits, labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+class KernelformerForImageClassification(KernelformerPreTrainedModel):
+    """Patches of an image through an encoder: (B, channels, rows, columns) -> logits (B, classes).
+
+    ``relative=2d`` in an attention spec gives it a bias over row and column differences of patches, and none to or from
+    the first token of ``pooling="cls"``.
+    """
+
+    main_input_name = "pixel_values"
+    input_modalities = "image"
+
+    family = "image"
+
+    def __init__(self, config: KernelformerConfig) -> None:
+        super().__init__(config)
+        if config.image_size is None:
+            raise ValueError("an image model needs image_size=(rows, columns), got None.")
+        rows, columns = config.image_size
+        size = config.patch_size
+        if rows % size or columns % size:
+            raise ValueError(f"image_size must be a multiple of patch_size, got {rows} x {columns} and {size}.")
+        grid, specs = (rows // size, columns // size), config.encoder_specs
+        positions = choose_positions(config, specs, "learned")
+        if positions not in ("learned", "none"):
+            raise ValueError(f"an image model has learned positions or none, got positions={positions!r}.")
+        self.patches = nn.Conv2d(config.num_channels, config.hidden_size, size, stride=size)
+        self.places = position_table(grid[0] * grid[1], config) if positions == "learned" else None
+        first = config.pooling == "cls"
+        self.tokens_per_image = grid[0] * grid[1] + int(first)
+        self.first = FirstToken(config.hidden_size) if first else None
+        self.dropout = nn.Dropout(config.dropout)
+        self.stack = Stack(config, specs, causal=False, length=grid[0] * grid[1], grid=grid, num_prefix=int(first))
+        self.pooler = Pooler(config.pooling)
+        self.head = Head(config.hidden_size, config)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self, pixel_values: Tensor | None = None, labels: Tensor | None = None, **kwargs: Any
+    ) -> ImageClassifierOutput:
+        """Classify images (B, channels, rows, columns); labels (B) give the mean cross-entropy."""
+        refuse_unknown(self, kwargs)
+        needs_whole("an image", "give every process images of its own")
+        expected = (self.config.num_channels, *(self.config.image_size or ()))
+        if pixel_values is None or tuple(pixel_values.shape[1:]) != expected:
+            given = None if pixel_values is None else shape(pixel_values)
+            raise ValueError(f"pixel_values must be (batch, channels, rows, columns) = (B, {expected}), got {given}.")
+        x = self.patches(pixel_values.to(self.patches.weight.dtype)).flatten(2).transpose(1, 2)
+        if self.places is not None:
+            x = x + self.places(torch.arange(x.shape[1], device=x.device))
+        if self.first is not None:
+            x, _ = self.first(x, None)
+        logits = self.head(self.pooler(self.stack(self.dropout(x)), None))
+        loss: Any = None if labels is None else mean_loss(logits, labels)
+        return ImageClassifierOutput(loss=loss, logits=logits)

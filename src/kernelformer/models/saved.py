@@ -42,12 +42,7 @@ def model_folder(folder: Path) -> Path:
 def load_saved(
     folder: Path, kind: str | None = None, way_out: str = "save the model again"
 ) -> KernelformerPreTrainedModel:
-    """Load a saved model whose weights are all there, without others; transformers alone would initialize missing ones.
-
-    Args:
-        kind: a name of `MODELS`; default: the class that the configuration names.
-        way_out: ends the message about a folder that cannot be used.
-    """
+    """Load a saved model whose weights are all there, and no others; its class is by default the one it names."""
     file = folder / SAFE_WEIGHTS_NAME
     try:
         saved_shapes(weight_files(folder))

@@ -43,9 +43,9 @@ def check_bias(
     Where the call has only part of the sequence, not ``whole``, the bias's length is left to `split_cores`.
     """
     if table is None:
-        if algorithm is not None or max_distance is not None or slope is not None or num_prefix:
-            given = {"algorithm": algorithm, "max_distance": max_distance, "slope": slope, "num_prefix": num_prefix}
-            names = ", ".join(name for name, x in given.items() if x is not None and (name != "num_prefix" or x != 0))
+        given = {"algorithm": algorithm, "max_distance": max_distance, "slope": slope, "num_prefix": num_prefix or None}
+        names = ", ".join(name for name, x in given.items() if x is not None)
+        if names:
             raise ValueError(f"{names} only mean something with a bias, and none was given.")
         return None
     query, key, past = call.query, call.key, 0 if call.state is None else call.state.length
@@ -274,10 +274,8 @@ class BiasedAttention:
     It takes a call and the map's tensors for every query head, and returns the outputs and what a stream keeps: the
     sums of all keys beyond the window (shift, kv, ks and ns; nothing while there are none), then the near keys
     (B, H, n, D), values (B, H, n, E) and their mask (B, n) as they are: window of them, or all where there is none.
-
-    Args:
-        feature_map: phi; only its settings are used, since replicas of a model have maps of their own.
-        normalize_qk: whether calls that are not streamed divide queries and keys by their L2 norm here.
+    Of the map only its settings are used, since replicas of a model have maps of their own. With ``normalize_qk`` calls
+    that are not streamed divide queries and keys by their L2 norm here.
     """
 
     def __init__(self, feature_map: FeatureMap, *, normalize_qk: bool) -> None:
@@ -287,11 +285,7 @@ class BiasedAttention:
     def attend(
         self, call: Call, tensors: Sequence[Tensor], *, plain: bool = False
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """Attend to all keys (B, G, S, D) of a call, and in a stream to those before them.
-
-        Args:
-            call: with a bias over all distances; in a stream its queries and keys are normalized already.
-        """
+        """Attend to all keys (B, G, S, D) of a call, and in a stream (of normalized ones) to those before them."""
         bias = call.bias
         assert bias is not None
         if not call.in_stream:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -133,20 +134,15 @@ def _call(model: nn.Module, batch: Any) -> None:
 def _watching(cores: Mapping[str, AttentionCore], seen: dict[str, Tensor]) -> Iterator[None]:
     """Sum up the moments of the inputs of cores, by name."""
 
-    def hook(name: str) -> Any:
-        def count(core: AttentionCore, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            given = {**dict(zip(("query", "key"), args, strict=False)), **keywords}
-            new = real_moments(core, *(given.get(x) for x in ("query", "key", "key_mask", "query_mask")))  # type: ignore[arg-type]
-            seen[name] = seen[name] + new if name in seen else new
+    def count(name: str, core: AttentionCore, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        given = {**dict(zip(("query", "key"), args, strict=False)), **keywords}
+        new = real_moments(core, *(given.get(x) for x in ("query", "key", "key_mask", "query_mask")))  # type: ignore[arg-type]
+        seen[name] = seen[name] + new if name in seen else new
 
-        return count
-
-    handles = [x.register_forward_pre_hook(hook(name), with_kwargs=True) for name, x in cores.items()]
-    try:
+    with ExitStack() as hooks:
+        for name, x in cores.items():
+            hooks.enter_context(x.register_forward_pre_hook(partial(count, name), with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager

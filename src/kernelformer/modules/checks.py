@@ -157,12 +157,7 @@ def check_near(
     dropout: float,
     beta: str = "learned",
 ) -> None:
-    """Check that near tokens, by their settings, fit a feature map, or that nothing is set for them if there are none.
-
-    Args:
-        near: ``window`` and ``sinks``; empty where no token is attended to exactly.
-        aligns: whether the map moves the keys.
-    """
+    """Check that near tokens fit a feature map, or that nothing is set for them if there are none."""
     if not near:
         if dropout:
             raise no_weights(method, f"attention_dropout={dropout!r}")

@@ -517,8 +517,6 @@ class AttentionCore(nn.Module):
 
     def _normalized(self, call: Call) -> Call:
         """Return the call with queries and keys of length 1, where that is asked for."""
-        if not self.normalize_qk:
-            return call
         query, key = self._normalize_qk(call.query, call.key, call.key_mask)
         return replace(call, query=query, key=key, value=call.value.to(query.dtype))
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention import State, step
@@ -101,24 +102,23 @@ class GatedCore(KernelCore):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         intern_formula(self.gated_spec)
 
-    def _gates(self, key: Tensor, gate: Tensor | None, hidden: Tensor | None) -> Tensor:
-        """Compute gates (B, H, L) in the dtype of the arithmetic; hidden (B, 1, L) keys (B, H, L, D) are ignored."""
-        dtype = key.dtype
+    def _weigh(self, call: Call, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, their log weights and the log decay of each, (B, H, L); hidden ones are 0 and change nothing."""
+        gate, hidden = call.gate, None if call.key_mask is None else ~call.key_mask.unsqueeze(1)
+        if hidden is not None:
+            key = key.masked_fill(hidden.unsqueeze(-1), 0)
         if gate is None:
             if not self.own_gate:
                 raise ValueError(f"{self.method!r} was built with own_gate=False, so it needs gate= in every call.")
             weight, bias = self.gate_weight.to(key), self.gate_bias.to(key)
             gate = torch.sigmoid(torch.linalg.vecdot(key, weight.unsqueeze(1)) + bias.unsqueeze(1))
         else:
-            gate = gate.to(dtype)
+            gate = gate.to(key.dtype)
             gate = gate if hidden is None else gate.masked_fill(hidden, 0.5)
             check_range(gate)
-        return gate.clamp(EDGE, 1 - EDGE)
-
-    def _logs(self, gate: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Compute log weights of keys and the log decay that each brings, (B, H, L); hidden ones change nothing."""
+        gate = gate.clamp(EDGE, 1 - EDGE)
         keep = gate.log() if hidden is None else gate.log().masked_fill(hidden, 0)
-        return torch.log1p(-gate), keep
+        return key, torch.log1p(-gate), keep
 
     def _not_bidirectional(self, what: str) -> ValueError:
         return ValueError(f"{self.method!r} is causal only, got {what}: a gate forgets what came before.")
@@ -134,13 +134,10 @@ class GatedCore(KernelCore):
     def _attend_unbiased(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor] | None]:
         dtype, work = call.query.dtype, compute_dtype(call.query.dtype)
         key, value = (x.to(work) for x in self._per_map_head(call.key, call.value))
-        if call.key_mask is not None:
-            key = key.masked_fill(~call.key_mask[:, None, :, None], 0)
-        hidden = None if call.key_mask is None else ~call.key_mask.unsqueeze(1)
-        take, keep = self._logs(self._gates(key, call.gate, hidden), hidden)
+        key, take, keep = self._weigh(call, key)
         out, state = attend(
-            _with_column(call.query.to(work), None),
-            _with_column(key, take),
+            F.pad(call.query.to(work), (0, 1)),
+            torch.cat([key, take.unsqueeze(-1)], -1),
             value,
             spec=self.gated_key,
             tensors=tensors,
@@ -157,15 +154,12 @@ class GatedCore(KernelCore):
 
     def _step_unbiased(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
         key, value = self._per_map_head(call.key, call.value)
-        hidden = None if call.key_mask is None else ~call.key_mask.unsqueeze(1)
-        if hidden is not None:
-            key = key.masked_fill(hidden.unsqueeze(-1), 0)
-        take, keep = self._logs(self._gates(key, call.gate, hidden), hidden)
+        key, take, keep = self._weigh(call, key)
         out, after = step(
             self.gated_spec,
             tensors,
-            _with_column(call.query, None),
-            _with_column(key, take - keep),
+            F.pad(call.query, (0, 1)),
+            torch.cat([key, (take - keep).unsqueeze(-1)], -1),
             value,
             self._before(call),
             scale=call.scale,
@@ -173,9 +167,3 @@ class GatedCore(KernelCore):
             normalize=True,
         )
         return out, (after[0] + keep.unsqueeze(-1), *after[1:])
-
-
-def _with_column(x: Tensor, logs: Tensor | None) -> Tensor:
-    """Append one coordinate to tokens (B, H, L, D): log weights (B, H, L), or 0."""
-    column = x.new_zeros(*x.shape[:3], 1) if logs is None else logs.unsqueeze(-1)
-    return torch.cat([x, column], -1)

@@ -357,14 +357,9 @@ class KernelCore(AttentionCore):
         problem = config_mismatch(theirs, ours)
         if problem:
             return problem
-        if biased:
-            main = state.tensors[-2]
-            needed = (call.key.shape[0], self.num_heads, main.shape[2], call.value.shape[-1])
-        else:
-            main = state.tensors[1]
-            by_query = call.bias is not None and self._by_query_head(call)
-            heads = self.num_heads if by_query else max(call.key.shape[1], self.state_heads)
-            needed = (call.key.shape[0], heads, self.feature_dim, call.value.shape[-1])
+        main, by_query = state.tensors[-2 if biased else 1], call.bias is not None and self._by_query_head(call)
+        heads = self.num_heads if by_query else max(call.key.shape[1], self.state_heads)
+        needed = (call.key.shape[0], heads, main.shape[2] if biased else self.feature_dim, call.value.shape[-1])
         return tensor_mismatch(main, needed, call.query)
 
 

@@ -31,11 +31,8 @@ def hidden_keys(mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
 def is_causal_mask(mask: Tensor | None, queries: int, keys: int, heads: int, hint: bool) -> bool:
     """Return True if ``attn_mask`` hides the future, key j from query i iff j > i, and False if it hides nothing.
 
-    Args:
-        mask: (L, S), or (batch * heads, L, S) with the same in each; bool with True = ignore, or 0 and -inf. None with
-            the hint is causal: no (L, S) mask has to be made.
-        hint: torch's ``is_causal``, which says that the mask is causal. It is checked; without it a compiled graph
-            breaks here, since what comes next depends on values.
+    It is (L, S), or (batch * heads, L, S) with the same in each; bool with True = ignore, or 0 and -inf. The hint is
+    torch's ``is_causal``: without a mask it is believed, else checked; a compiled graph without it breaks here.
     """
     if mask is None:
         return hint

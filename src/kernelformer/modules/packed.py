@@ -294,11 +294,7 @@ def _both(mask: Tensor | None, other: Tensor) -> Tensor:
 
 
 def segment_positions(segment_ids: Tensor, real: Tensor | None = None) -> Tensor:
-    """Compute positions (B, L) that start at 0 with every segment of packed rows, also of one begun on another rank.
-
-    Args:
-        real: (B, L), 1 = real: other tokens are not counted; None: all are.
-    """
+    """Positions (B, L) of real tokens, from 0 in every segment of packed rows, also of one begun on another rank."""
     real = torch.ones_like(segment_ids) if real is None else real.to(segment_ids)
     count = real.cumsum(1)
     first = torch.nn.functional.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0), value=True)

@@ -346,11 +346,7 @@ def _check_dim(head_dim: int, rotary_dim: int | None) -> int:
 
 
 def read_scaling(scaling: Mapping[str, Any] | str | None) -> dict[str, Any] | None:
-    """Check a scaling of frequencies, also as a text: ``yarn(factor=4, original_max_position_embeddings=2048)``.
-
-    Raises:
-        ValueError: an unknown kind, a setting that is missing, unknown or out of range.
-    """
+    """Check a scaling of frequencies, also as a text: ``yarn(factor=4, original_max_position_embeddings=2048)``."""
     if scaling is None:
         return None
     settings = _parse(scaling) if isinstance(scaling, str) else scaling

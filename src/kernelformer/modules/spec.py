@@ -207,11 +207,7 @@ class AttentionSpec:
 
     @classmethod
     def make(cls, method: str, /, **values: Any) -> AttentionSpec:
-        """Write a method and values of its options.
-
-        Raises:
-            ValueError: a value that the form cannot hold, such as a text with a colon.
-        """
+        """Write a method and values of its options; a ValueError for a value that the form cannot hold."""
         return cls(method, tuple(f"{name}={_write(name, x)}" for name, x in values.items()))
 
     def __str__(self) -> str:
@@ -219,11 +215,7 @@ class AttentionSpec:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Options by name: Python literals, or else strings.
-
-        Raises:
-            ValueError: an option that is not ``name=value``.
-        """
+        """Options by name: Python literals, or else strings."""
         values = {}
         for option in self.options:
             name, sign, value = option.partition("=")
@@ -375,10 +367,7 @@ def build_core(
 ) -> AttentionCore:
     """Build the core for an attention of a model: with the model's scale, and a draw of its own in each layer.
 
-    Args:
-        scale: the model's; None: 1 / sqrt(D). Methods that have one of their own (unit vectors, elu) keep it; near
-            tokens that elu attends to exactly have the model's.
-        layer: numbers the attentions of a model; added to the seed.
+    Methods with a scale of their own (unit vectors, elu) keep it; their near tokens have the model's.
     """
     known = method_options(method)
     settings = resolve_options(method, options)

@@ -212,11 +212,7 @@ def _agree(ranks: Ranks, every: Sequence[Signature]) -> None:
 
 
 def attend_split(core: AttentionCore, make_call: Callable[[], Call], ranks: Ranks) -> tuple[Tensor, State | None]:
-    """Attend to the tokens of all ranks, with the queries of this one; what ``make_call`` raises is raised on all.
-
-    Returns:
-        (B, H, L, E), and of a causal call the state after this rank's keys where it is wanted.
-    """
+    """Attend to the tokens of all ranks, with the queries of this one; what ``make_call`` raises is raised on all."""
     call: Call | None = None
     problem: Exception | None = None
     try:

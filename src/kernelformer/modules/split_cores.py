@@ -32,25 +32,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """Plan of an exchange: what attention needs of the tokens on other ranks.
-
-    Args:
-        reach: w, how many tokens on each side are needed as they are.
-        spec: of the map whose sums stand for the others; empty: nobody needs them.
-        parts: see `key_sums`.
-        slope: (G), what the log weight of a far token falls by per token of distance; None: it does not.
-    """
+    """Plan of an exchange: what attention needs of the tokens on other ranks."""
 
     key: Tensor
     value: Tensor
-    reach: int = 0
+    reach: int = 0  # w, how many tokens on each side are needed as they are
     sinks: int = 0
-    spec: str = ""
+    spec: str = ""  # of the map whose sums stand for the others; empty: none are needed
     tensors: Sequence[Tensor] = ()
     scale: float = 1.0
     normalize: bool = True
     parts: bool = False
-    slope: Tensor | None = None
+    slope: Tensor | None = None  # (G), what the log weight of a far token falls by per token of distance
 
     @property
     def positive(self) -> bool:
@@ -87,35 +80,21 @@ class ExchangePlan:
 
 
 class Segment(NamedTuple):
-    """Tokens of this rank that may continue on other ranks: all of them, or those of a segment.
+    """Tokens of this rank that may continue on other ranks: all of them, or those of a segment."""
 
-    Args:
-        mask: (B, S) bool, which tokens are in it and visible; None: all.
-        far: the same without sinks.
-        firsts: (B, sinks), places of its first visible tokens; where there are fewer, anything.
-    """
-
-    mask: Tensor | None
-    far: Tensor | None
-    firsts: Tensor
+    mask: Tensor | None  # (B, S) bool, which tokens are in it and visible; None: all
+    far: Tensor | None  # the same without sinks
+    firsts: Tensor  # (B, sinks), places of its first visible tokens; where there are fewer, anything
 
 
 class Message(NamedTuple):
-    """Tensors that a rank sends, or those of all ranks, (R, ...) each.
+    """Tensors that a rank sends, or those of all ranks, (R, ...) each."""
 
-    Args:
-        full: state of all far tokens.
-        head: state of those that are not among ``edge``.
-        edge: the last w keys and values, or the first ones; with fewer tokens zeros are in place of the others.
-        marks: (2, B, w), which of those are visible, and which are no sinks; nothing where all are.
-        sinks: the first visible keys and values.
-    """
-
-    full: Sequence[Tensor] = ()
-    head: Sequence[Tensor] = ()
-    edge: Sequence[Tensor] = ()
-    marks: Sequence[Tensor] = ()
-    sinks: Sequence[Tensor] = ()
+    full: Sequence[Tensor] = ()  # state of all far tokens
+    head: Sequence[Tensor] = ()  # state of those that are not among ``edge``
+    edge: Sequence[Tensor] = ()  # the last w keys and values, or the first ones; zeros where there are fewer tokens
+    marks: Sequence[Tensor] = ()  # (2, B, w), which of those are visible, and which are no sinks; () where all are
+    sinks: Sequence[Tensor] = ()  # the first visible keys and values
 
 
 KeyState = tuple[list[Tensor], list[Tensor]]  # `Message.full` and `Message.head` in one direction; empty without a map
@@ -182,17 +161,11 @@ def outgoing(plan: ExchangePlan, segment: Segment, sums: KeyState, mirror: bool,
     return Message(full=full, head=sums[1] if reach else (), edge=edge, marks=marks, sinks=picked)
 
 
-@dataclass(frozen=True)
-class Neighbour:
-    """Summary of the tokens on one side of a rank's own.
+class Neighbour(NamedTuple):
+    """Summary of the tokens on one side of a rank's own."""
 
-    Args:
-        sums: state of the far ones; nothing without a map.
-        tokens: the near ones, in the order of the sequence: keys (B, G, n, D), values (B, G, n, E), mask (B, n).
-    """
-
-    sums: list[Tensor]
-    tokens: Tokens
+    sums: list[Tensor]  # state of the far ones; nothing without a map
+    tokens: Tokens  # the near ones, in their order: keys (B, G, n, D), values (B, G, n, E), mask (B, n)
 
 
 def incoming(
@@ -271,12 +244,7 @@ def _near_tokens(
 
 
 def first_sinks(candidates: Sequence[Tensor], valid: Tensor, position: Tensor) -> Sinks:
-    """The first real ones among the candidates of all ranks, in their order.
-
-    Args:
-        candidates: keys (R, B, G, s, D) and values (R, B, G, s, E).
-        valid: (R, B, s) bool, which are.
-    """
+    """The first ``valid`` (R, B, s) ones among candidates (R, B, G, s, .) of all ranks, in their order."""
     count = valid.shape[2]
     flat = valid.transpose(0, 1).flatten(1)  # (B, R s)
     order = (~flat).int().sort(dim=1, stable=True).indices[:, :count]
@@ -291,12 +259,9 @@ def first_sinks(candidates: Sequence[Tensor], valid: Tensor, position: Tensor) -
 
 
 def around(bias: Bias, call: Call, core: AttentionCore, tokens: tuple[int, int], past: int, later: int) -> Bias:
-    """Cut a bias for the tokens of this rank and those next to them out of one over the whole sequence.
+    """Cut a bias for the tokens of this rank and those next to them out of one over all distances, or up to the window.
 
-    Args:
-        bias: over all distances, (H, queries + keys - 1) on all ranks, or up to the window, (H, 2 w + 1).
-        past: tokens before this rank's that it has to be for.
-        later: tokens after this rank's, of which as many as the window are its neighbours.
+    It has to be for ``past`` tokens before this rank's; of the ``later`` ones as many as the window are neighbours.
     """
     assert bias.window is not None
     window, entries = bias.window, bias.table.shape[1]

@@ -26,17 +26,11 @@ NO_SINK = -1  # position of a sink that a sample does not have yet
 
 
 class Stream(NamedTuple):
-    """Far sums, last tokens and sinks of a stream.
+    """Far sums, last tokens and sinks of a stream."""
 
-    Args:
-        sums: of the far keys, (B, G, ...) each; nothing where there is no far part.
-        tokens: the last keys (B, G, n, D), values (B, G, n, E) and their mask (B, n), at most a window of them.
-        sinks: their positions are counted from the start of the stream; None where there are none.
-    """
-
-    sums: Sequence[Tensor]
-    tokens: Tokens
-    sinks: Sinks | None
+    sums: Sequence[Tensor]  # of the far keys, (B, G, ...) each; nothing where there is no far part
+    tokens: Tokens  # the last keys (B, G, n, D), values (B, G, n, E) and their mask (B, n), at most a window of them
+    sinks: Sinks | None  # their positions are counted from the start of the stream
 
     @staticmethod
     def of(state: State, has_sinks: bool) -> Stream:
@@ -53,23 +47,16 @@ class Stream(NamedTuple):
 
 
 class Known(NamedTuple):
-    """Facts about a stream in buffers, so that a step need not look for them in its tensors.
-
-    Args:
-        last_sink: the largest position of a sink, once every sample has all of its sinks; before that None.
-    """
+    """Facts about a stream in buffers, so that a step need not look for them in its tensors."""
 
     place: Place
-    last_sink: int | None
+    last_sink: int | None  # the largest position of a sink, once every sample has all of its sinks
 
 
 def first_tokens(count: int, call: Call, before: Sinks | None, offset: int = 0, past: int = 0) -> Sinks | None:
     """The first visible tokens of each sample: those that a stream has, then new ones, by position in the call.
 
-    Args:
-        before: the sinks of the stream, or None.
-        offset: keys of the call that are not new.
-        past: tokens of the stream before the call.
+    ``offset`` keys of the call are not new, and ``past`` tokens of the stream come before it.
     """
     if not count:
         return None
@@ -171,15 +158,11 @@ def _check_window(near: NearFarAttention) -> None:
 
 
 class Far(NamedTuple):
-    """The far part of a call: a feature map and a factor for each head.
-
-    Args:
-        beta: (H), the logarithm of the factor; None means 0.
-    """
+    """The far part of a call: a feature map and a factor for each head."""
 
     spec: str
     tensors: Sequence[Tensor]
-    beta: Tensor | None
+    beta: Tensor | None  # (H), the logarithm of the factor; None means 0
 
 
 class NearFarAttention:
@@ -189,11 +172,7 @@ class NearFarAttention:
         out_i = ( sum_near e^(s_ij) v_j + e^beta sum_far phi(q_i) . phi(k_j) v_j ) / ( the same sums with v = 1 )
 
     with ``s_ij = scale q_i . k_j + b_(j-i)``. A bias must be constant, or a straight line, beyond a distance of at most
-    the window.
-
-    Args:
-        window: tokens on each side, one's own included, that are attended to exactly; 0: none.
-        scale: of q . k; None: that of the call.
+    the window, which counts a token's own place; the scale of q . k is by default that of the call.
     """
 
     def __init__(self, method: str, *, window: int, sinks: int, scale: float | None) -> None:
@@ -204,11 +183,7 @@ class NearFarAttention:
         return scale if self.scale is None else self.scale
 
     def attend(self, call: Call, far: Far | None, *, plain: bool = False) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """Attend to all keys of a call, and in a stream to those before them.
-
-        Args:
-            call: keys and values have as many heads as the far part's sums.
-        """
+        """Attend to all keys of a call, for each head of the far part's sums, and in a stream to those before them."""
         if not call.streams and call.state is None:
             sinks = None
             # Else sinks are the first keys, and where they are needs no tensor.

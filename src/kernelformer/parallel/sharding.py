@@ -18,11 +18,7 @@ Group = dist.ProcessGroup
 
 
 def first_problem(problem: str, groups: Sequence[Group | None] = (None,)) -> str:
-    """Share the first problem of any process with all of them; empty if there is none.
-
-    Args:
-        groups: one for each dimension of a mesh, in the same order everywhere; None is that of all processes.
-    """
+    """Share the first problem of any process with all of them, in groups of the same order; empty if there is none."""
     if not dist.is_initialized():
         return problem
     for group in groups:

@@ -18,23 +18,14 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Layout:
-    """Places of queries and keys.
-
-    Args:
-        L: number of queries.
-        S: number of keys.
-        offset: position of the first query, counted from the first key.
-        rows: of a grid; 0 for a sequence.
-        cols: of a grid.
-        prefix: tokens before the grid, with bias 0 to and from everything.
-    """
+    """Places of L queries and S keys."""
 
     L: int
     S: int
-    offset: int = 0
-    rows: int = 0
+    offset: int = 0  # position of the first query, counted from the first key
+    rows: int = 0  # of a grid; 0 for a sequence
     cols: int = 0
-    prefix: int = 0
+    prefix: int = 0  # tokens before the grid, with bias 0 to and from everything
 
     @property
     def table(self) -> tuple[int, ...]:
@@ -71,7 +62,8 @@ TENSORS = (
     "Tensor[] state, Tensor[] right_state"
 )
 SETTINGS = "str spec, float scale, bool is_causal, SymInt window, SymInt[] layout, bool unit"
-NUM_TENSORS, NUM_SETTINGS = (x.count(", ") + 1 for x in (TENSORS, SETTINGS))
+_NAMES = [x.split()[1] for x in TENSORS.split(", ")]
+NUM_TENSORS, NUM_SETTINGS = len(_NAMES), SETTINGS.count(", ") + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +129,8 @@ class RelativeCall:
     @property
     def tensor_arguments(self) -> tuple[Any, ...]:
         """The arguments of an operator that `TENSORS` declares."""
-        lists = list(self.tensors), list(self.state), list(self.right_state)
-        return self.query, self.key, self.value, self.key_mask, lists[0], self.bias, self.slope, *lists[1:]
+        found = [getattr(self, x) for x in _NAMES]
+        return tuple(list(x) if isinstance(x, tuple | list) else x for x in found)
 
     @property
     def settings(self) -> tuple[Any, ...]:
@@ -150,23 +142,14 @@ class RelativeCall:
     @staticmethod
     def of(tensor_arguments: Sequence[Any], settings: Sequence[Any]) -> RelativeCall:
         """The call that an operator's arguments stand for."""
-        query, key, value, key_mask, tensors, bias, slope, state, right_state = tensor_arguments
         spec, scale, is_causal, window, layout, normalize_qk = settings
         return RelativeCall(
-            query=query,
-            key=key,
-            value=value,
-            bias=bias,
+            **dict(zip(_NAMES, tensor_arguments, strict=True)),
             spec=spec,
-            tensors=tensors,
             scale=scale,
             layout=Layout(*layout),
-            key_mask=key_mask,
             is_causal=is_causal,
             window=None if window == NO_WINDOW else window,
-            slope=slope,
-            state=state,
-            right_state=right_state,
             normalize_qk=normalize_qk,
         )
 
@@ -182,25 +165,14 @@ class RelativeCall:
 
 
 def sums_of_state(state: Sequence[Tensor], positive: bool) -> list[Tensor]:
-    """The tensors of a `RelativeCall.state` or `right_state` from the state of a map, differentiably.
+    """The shift, kv, ks and ns of a `RelativeCall.state` from the state of a map for every query head, differentiably.
 
         positive:  shift = log_mass^T, kv = mean, ks = 1, ns = 0
         signed:    shift = log_scale, and kv, k_sum and norm_sum as they are
 
     Both hold sums of the same features if these are the sums of whole rows (`key_sums` with ``normalize=True,
-    parts=False``). With a slope the keys must have been taken in with their
-    log factors ``-slope (d - window)``, d counted as `RelativeCall` says.
-
-    A shift is a constant to autograd. Here it is made of log_mass or log_scale, whose gradient therefore goes through
-    the sums, by a factor that is 1.
-
-    Args:
-        state: log_mass (B, H, M, 1) and mean (B, H, M, E), or log_scale (B, H, 1, 1), kv (B, H, M, E),
-            k_sum (B, H, M, 1) and norm_sum (B, H, 1, 1), for every query head.
-        positive: of which family.
-
-    Returns:
-        shift, kv, ks and ns. Of no keys (a log mass or scale of EMPTY or less): EMPTY and zeros.
+    parts=False``). A shift is a constant to autograd: the gradient of log_mass or log_scale goes through the sums, by a
+    factor that is 1. Of no keys (a log mass or scale of EMPTY or less): EMPTY and zeros.
     """
     log, *sums = state
     real = log > EMPTY / 2
@@ -223,21 +195,3 @@ def state_of_sums(sums: Sequence[Tensor]) -> list[Tensor]:
     some = ks > 0
     mass = torch.where(some, ks, 1.0)
     return [torch.where(some, mass.log() + shift.detach().mT, EMPTY), kv / mass]
-
-
-def flatten(arguments: Sequence[Tensor | list[Tensor] | None]) -> tuple[list[Tensor | None], list[int | None]]:
-    """Arguments of an operator as one list of tensors, and the length of those that are lists."""
-    flat: list[Tensor | None] = []
-    for x in arguments:
-        flat += x if isinstance(x, list) else [x]
-    return flat, [len(x) if isinstance(x, list) else None for x in arguments]
-
-
-def unflatten(flat: Sequence[Tensor | None], lengths: Sequence[int | None]) -> list[Any]:
-    """The inverse of `flatten`."""
-    rest, arguments = list(flat), []
-    for length in lengths:
-        count = 1 if length is None else length
-        arguments.append(rest[0] if length is None else rest[:count])
-        rest = rest[count:]
-    return arguments

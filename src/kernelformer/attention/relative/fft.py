@@ -79,11 +79,7 @@ class Places:
 def _features(
     query: Tensor, key: Tensor, call: RelativeCall, hidden: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Map queries (B, H, L, M) and keys (B, H, S, M), up to factors that normalization takes away.
-
-    Returns:
-        both, and their lengths (B, H, n) for the guard, or None where there is none.
-    """
+    """Features (B, H, n, M) up to factors that cancel, and their lengths (B, H, n) for the guard, or None."""
     known, tensors, scale = lookup(call.spec), call.tensors, call.scale
     if isinstance(known, PositiveSpec):
         lq = known.log_shares(query, tensors, scale, "query")
@@ -167,18 +163,10 @@ def fft_attention(call: RelativeCall) -> Tensor:
 
 
 def _check_rounding(den: Tensor, visible: Tensor, phi_q: Tensor, phi_k: Tensor, factors: Tensor, start: int) -> None:
-    """Raise where rounding may be `LOST` of what a row that sees something is divided by, after the prefix.
+    """Raise where rounding may be `LOST` of what a ``visible`` row is divided by (B, H, L), after the prefix.
 
     That of a feature's sums is about ``eps |factors| |phi_m|``, in Euclidean norms: measured, errors are 0.02 to 1 of
-    this.
-
-    Args:
-        den: (B, H, L).
-        visible: (B, H, L), rows that see something.
-        phi_q: (B, H, M, L).
-        phi_k: (B, H, M, S).
-        factors: (H, *layout.table).
-        start: the first row that transforms are for.
+    this. Features are (B, H, M, n).
     """
     sizes = torch.linalg.vector_norm(phi_k, dim=3, keepdim=True) * torch.finfo(den.dtype).eps
     noise = (phi_q.abs() * sizes).sum(2) * torch.linalg.vector_norm(factors.flatten(1), dim=1).unsqueeze(1)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from kernelformer.attention.near_far import near_far_attention
 from kernelformer.attention.near_far_call import NearFarCall
@@ -23,10 +24,8 @@ from kernelformer.attention.relative.call import (
     SETTINGS,
     TENSORS,
     RelativeCall,
-    flatten,
     state_of_sums,
     sums_of_state,
-    unflatten,
 )
 from kernelformer.contract import PositiveSpec, compute_dtype, lookup, no_tangents, transforms_active
 
@@ -149,20 +148,17 @@ def _shifted(sums: Sequence[Tensor], shift: Tensor) -> list[Tensor]:
     return [sums[1] * gain, sums[2] * gain, sums[3] * gain if gain.shape[2] == 1 else sums[3]]
 
 
-def _recomputed_grads(call: RelativeCall, grad: Tensor, end: Sequence[Tensor], keep: int) -> list[Tensor]:
-    """Gradients of all `_leaves` by plain operations.
+def _outputs(call: RelativeCall, end: Sequence[Tensor], keep: int) -> list[Tensor]:
+    """The outputs that have gradients, by plain operations; the sums at the shift ``end[0]``, if there is one."""
+    out, sums = pairs_attention(call, keep=keep if end else None)
+    return [out, *(_shifted(sums, end[0]) if end else [])]
 
-    Args:
-        call: the inputs.
-        grad: of the outputs.
-        end: the shift of the sums that were returned, and the gradients of the others; or nothing.
-        keep: number of last keys that are not in the sums.
-    """
+
+def _recomputed_grads(call: RelativeCall, grad: Tensor, end: Sequence[Tensor], keep: int) -> list[Tensor]:
+    """Gradients of all `_leaves`; ``end`` is the shift of the returned sums and the gradients of the others, or ()."""
     with autograd_inside():
         own, leaves = _leaves(call)
-        out, sums = pairs_attention(own, keep=keep if end else None)
-        outs, grads = [out, *(_shifted(sums, end[0]) if end else [])], [grad, *end[1:]]
-        pairs = [(x, g) for x, g in zip(outs, grads, strict=True) if x.requires_grad]
+        pairs = [(x, g) for x, g in zip(_outputs(own, end, keep), [grad, *end[1:]], strict=True) if x.requires_grad]
         if not pairs:
             return [torch.zeros_like(x) for x in leaves]
         found = torch.autograd.grad([x for x, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True)
@@ -187,12 +183,12 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.set_materialize_grads(False)
     learns_state = any(x.requires_grad for x in (*call.state, *call.right_state))
     ctx.learn = (any(x.requires_grad for x in call.tensors), call.bias.requires_grad, learns_state)
-    flat, ctx.lengths = flatten([*tensor_arguments, *output])
+    flat, ctx.structure = tree_flatten([*tensor_arguments, *output])
     ctx.save_for_backward(*flat)
 
 
 def _grad(ctx: Any, grad: Tensor | None, _: Any, __: Any, d_end: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    *arguments, out, row_scale, inverses, end = unflatten(ctx.saved_tensors, ctx.lengths)
+    *arguments, out, row_scale, inverses, end = tree_unflatten(ctx.saved_tensors, ctx.structure)
     grads: list[Any] = [[None] * len(x) if isinstance(x, list) else None for x in arguments]
     asked = [*d_end[1:]]  # not of the shift, which is a gauge
     if grad is not None or any(x is not None for x in asked):
@@ -202,9 +198,7 @@ def _grad(ctx: Any, grad: Tensor | None, _: Any, __: Any, d_end: Sequence[Tensor
         if torch.is_grad_enabled():  # create_graph=True: by pairs, whose gradients have gradients
 
             def plain(arguments: Sequence[Any]) -> list[Tensor]:
-                call = RelativeCall.of(arguments, ctx.attention_settings)
-                out, sums = pairs_attention(call, keep=ctx.keep if given else None)
-                return [out, *(_shifted(sums, end[0]) if given else [])]
+                return _outputs(RelativeCall.of(arguments, ctx.attention_settings), given, ctx.keep)
 
             found = plain_grads(plain, {"arguments": arguments}, [grad, *given[1:]])
             if found is not None:
@@ -229,13 +223,9 @@ _forward.register_autograd(_grad, setup_context=_save)
 def relative_attention(call: RelativeCall, *, keep: int | None = None) -> tuple[Tensor, list[Tensor]]:
     """Attend with a relative bias, pair by pair; with a window, what lies beyond it by sums.
 
-    Args:
-        call: the inputs.
-        keep: also return the sums of the state and of all keys but the last ``keep``.
-
     Returns:
-        (B, H, L, E) in the dtype of the query, zero where no key is visible, and the sums (B, H, ...), or []: the state
-        of a call whose first query comes right after the last key.
+        (B, H, L, E) in the dtype of the query, zero where no key is visible, and with ``keep`` the sums (B, H, ...) of
+        the state and of all keys but the last ``keep``: the state of a call that comes right after the last key.
     """
     if call.right_state and call.is_causal:
         raise ValueError("right_state holds keys that a causal call does not see; leave it out, or is_causal=False.")
