@@ -245,8 +245,10 @@ def linear_attention(
     Returns:
         (B, H, L, E) in the dtype of the query; rows without a visible key are zero.
     """
-    common: dict[str, Any] = {"spec": spec, "tensors": tensors, "scale": scale, "normalize": normalize}
-    return read_sums(query, key_sums(key, value, **common, key_mask=key_mask), **common)
+    given = list(tensors)
+    state = SUMS.forward(key, value, key_mask, given, spec, scale, normalize, False)
+    out: Tensor = READ.forward(query, given, state, spec, scale, normalize)
+    return out
 
 
 def _linear(*arguments: Any) -> tuple[Tensor, list[Tensor]]:

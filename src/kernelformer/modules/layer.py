@@ -189,7 +189,8 @@ class KernelAttention(nn.Module):
                 f"x and context must have the same batch size, got {x.shape[0]} and {context.shape[0]} "
                 f"(shapes {shape(x)} and {shape(context)})."
             )
-        return self._heads(self.query(x)), self._heads(self.key(context)), self._heads(self.value(context))
+        q, k, v = self._heads(self.query(x), self.key(context), self.value(context))
+        return q, k, v
 
     def _check(self, name: str, x: Tensor, width: Literal["embed_dim", "context_dim"]) -> None:
         if not isinstance(x, Tensor):
@@ -233,8 +234,9 @@ class KernelAttention(nn.Module):
                 f"them, and not by 'local'."
             )
 
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:2], x.shape[2] // self.head_dim, self.head_dim).transpose(1, 2)
+    def _heads(self, *rows: Tensor) -> list[Tensor]:
+        dim = self.head_dim
+        return [x.view(*x.shape[:2], x.shape[2] // dim, dim).transpose(1, 2) for x in rows]
 
     def _gates(self, gate: nn.Linear, context: Tensor) -> Tensor:
         """Compute ``g_t = sigmoid(w . x_t + b)`` for each head, (B, H, S)."""
@@ -355,7 +357,7 @@ class KernelAttention(nn.Module):
         self._check_takes_context()
         self._check("context", context, "context_dim")
         self._check_mask("context", key_mask, context)
-        key, value = (self._heads(x) for x in (self.key(context), self.value(context)))
+        key, value = self._heads(self.key(context), self.value(context))
         return self.core.remember(key, value, key_mask=key_mask)
 
     def recall(self, x: Tensor, memory: State) -> Tensor:
@@ -367,7 +369,8 @@ class KernelAttention(nn.Module):
                 f"causal={self.causal} and {'relative' if self.positions is not None else 'no'} positions."
             )
         self._check("x", x, "embed_dim")
-        return self._merge(self.core.recall(self._heads(self.query(x)), memory))
+        (query,) = self._heads(self.query(x))
+        return self._merge(self.core.recall(query, memory))
 
     def extra_repr(self) -> str:
         """Settings, for printing a model."""
