@@ -220,15 +220,7 @@ def read_sums(
 
 
 def linear_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    spec: str,
-    tensors: Sequence[Tensor],
-    scale: float,
-    key_mask: Tensor | None = None,
-    normalize: bool = True,
+    query: Tensor, key: Tensor, value: Tensor, *, key_mask: Tensor | None = None, **how: Any
 ) -> Tensor:
     """Attend to all keys.
 
@@ -245,10 +237,7 @@ def linear_attention(
     Returns:
         (B, H, L, E) in the dtype of the query; rows without a visible key are zero.
     """
-    given = list(tensors)
-    state = SUMS.forward(key, value, key_mask, given, spec, scale, normalize, False)
-    out: Tensor = READ.forward(query, given, state, spec, scale, normalize)
-    return out
+    return read_sums(query, key_sums(key, value, key_mask=key_mask, **how), **how)
 
 
 def _linear(*arguments: Any) -> tuple[Tensor, list[Tensor]]:

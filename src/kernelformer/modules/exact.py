@@ -101,13 +101,8 @@ class GrowingCore(AttentionCore):
 
 def _over_past(bias: Bias, past: int) -> Bias:
     """A step's bias over distances 0 to W as one over all keys: j - i from -past to 0, (H, past + 1)."""
-    near = bias.table[:, -(past + 1) :]
-    far = past + 1 - near.shape[1]
-    table = F.pad(near, (far, 0), mode="replicate") if far else near
-    if far and bias.slope is not None:
-        beyond = torch.arange(far, 0, -1, device=near.device, dtype=near.dtype)
-        table = torch.cat([table[:, :far] - bias.slope.to(near).unsqueeze(1) * beyond, near], 1)
-    return Bias(table, Layout(1, past + 1, past))
+    distances = torch.arange(-past, 1, device=bias.table.device)
+    return Bias(NearFarAttention.at(bias, distances), Layout(1, past + 1, past))
 
 
 class SoftmaxCore(GrowingCore):

@@ -266,29 +266,24 @@ def around(bias: Bias, call: Call, core: AttentionCore, tokens: tuple[int, int],
     assert bias.window is not None
     window, entries = bias.window, bias.table.shape[1]
     queries, keys = tokens
-    whole = max(0, queries + keys - 1)
-    if entries == whole:  # first: of a cross-attention both may be as many
+    all_distances = max(0, queries + keys - 1)
+    if entries == all_distances:  # first: of a cross-attention both may be as many
         middle = queries - 1
         check_tail(bias.table, middle, window, bias.slope, call.is_causal)
     elif entries == 2 * window + 1:
         middle = window
     else:
         raise ValueError(
-            f"bias must be over all distances of the whole sequence, (heads, {whole}) for {queries} "
+            f"bias must be over all distances of the whole sequence, (heads, {all_distances}) for {queries} "
             f"queries and {keys} keys on all ranks, or up to max_distance={window}, (heads, {2 * window + 1}), got "
             f"{tuple(bias.table.shape)}."
         )
-    near = getattr(core, "near", None)
+    near, whole = getattr(core, "near", None), replace(bias, layout=Layout(middle + 1, entries - middle, 0))
     if isinstance(near, NearFarAttention):  # by the whole bias, so that all ranks see the same
-        near.check_bias(replace(bias, layout=Layout(middle + 1, entries - middle, 0)), call.is_causal)
+        near.check_bias(whole, call.is_causal)
     length, count = call.query.shape[2], call.key.shape[2]
     if not call.is_causal:
         count += min(window, later)
     reach = past + count  # keys that the bias is for
     distance = torch.arange(max(0, length + reach - 1), device=bias.table.device) - (past + length - 1)
-    index = (middle + distance.clamp(-window, window)).clamp(0, max(0, entries - 1))
-    table = bias.table[:, index]
-    if bias.slope is not None:
-        beyond = (distance.abs() - window).clamp_min(0)
-        table = table - bias.slope.to(table.dtype).unsqueeze(1) * beyond
-    return replace(bias, table=table, layout=Layout(length, reach, past))
+    return replace(bias, table=NearFarAttention.at(whole, distance), layout=Layout(length, reach, past))

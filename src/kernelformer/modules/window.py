@@ -299,12 +299,12 @@ class NearFarAttention:
         # Both by a range: a list of numbers would have to be copied to the device.
         last = max(self.window, 1)
         ends = torch.arange(-self.window, last + 1, self.window + last, device=bias.table.device)
-        tails = self._at(bias, ends).T
-        near = self._at(bias, distances) if self.window else bias.table[:, :0]
+        tails = self.at(bias, ends).T
+        near = self.at(bias, distances) if self.window else bias.table[:, :0]
         return (near, tails) if bias.slope is None else (near, tails, bias.slope)
 
     @staticmethod
-    def _at(bias: Bias, distance: Tensor) -> Tensor:
+    def at(bias: Bias, distance: Tensor) -> Tensor:
         """The bias (H, n) at distances (n); what lies beyond its window is the entry at the window, or a line."""
         assert bias.window is not None
         middle = bias.layout.L - 1 + bias.layout.offset
