@@ -158,7 +158,7 @@ def test_a_converted_decoder_is_judged_in_report_card_and_terminal(decoder, text
     assert "|  | original | window and sinks alone | kernel alone | converted (both) |" in card
     assert "the kernel adds, log p" in card
     assert "exact within each replaced attention: tokens less than 4 away and the first token" in card
-    assert "licence of the source: not stated by the source\\: ask there" in card
+    assert "licence of the source: not stated by the source: ask there" in card
 
 
 def test_a_conversion_that_is_stopped_while_it_is_judged_leaves_a_whole_model_that_says_so(

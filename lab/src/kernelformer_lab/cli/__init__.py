@@ -27,12 +27,12 @@ _PARTS = {
     ATTENTION: "bias max_distance norms scale sinks window draw draws first_draw",
     SIZE: "depths deep_lengths dims head_dim image_size lengths median patch size sizes crowded_length chunk "
     "width time_length step_features step_heads shard_tokens validation_share test_share ranks softmax",
-    TRAINING: "context_parallel learning_rate resume seeds sets timeout tuning tuning_learning_rate",
+    TRAINING: "ceiling context_parallel learning_rate resume seeds sets timeout tuning tuning_learning_rate",
     DISTILLATION: "seconds",
     MEASURING: "backward budget compiled contexts errors generate gradients heap heaps max_seconds memory modes "
-    "passes resamples rounds",
+    "passes resamples rounds starts",
     WRITING: "beams length_penalty",
-    RUNNING: "device hours",
+    RUNNING: "claim device first_seed hours",
     OUTPUT: "pictures page records save tables",
 }
 COMMANDS = CommandSet(
@@ -120,6 +120,7 @@ COMMANDS = CommandSet(
                 ("--list", "the items, and how far each is"),
                 ("variance --list", "its claims, and what decides on them"),
                 ("variance --data data --hours 2", "one of them, for at most two hours"),
+                ("cifar --claim 1 --first-seed 100 --data data", "one claim again, with other seeds"),
             ),
         ),
         "results": Entry(
