@@ -97,7 +97,6 @@ ESTIMATORS = Item(
     0.2,
     unit="mean log error at norm 1",
     study_values=_error_values,
-    paper_setting=True,
 )
 
 
