@@ -71,8 +71,7 @@ ESTIMATORS = Item(
     "Sec. 4.2, Fig. 4",
     "Mean squared error of attention by positive and trigonometric, orthogonal and independent features",
     "L = 4096, d = 16 and 15 samples, as printed; the paper does not say the norms of its queries and "
-    "keys: here 0.5, 1 "
-    "and 2",
+    "keys, on which the outcome depends: here 0.5, 1 and 2, so that no outcome at one of them contradicts it",
     (StudyPart("main", "estimators", {"seed": 1}),),
     (
         *(
