@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -53,8 +54,9 @@ def test_what_is_hard_for_both_does_not_hide_a_difference():
     runs = [[hard + gap + 0.05 * gen.normal(size=400) for _ in range(3)] for gap in (0.0, 0.05)]
     means = [mean_over_seeds([x.mean() for x in side], [x.std() / 20 for x in side]) for side in runs]
     parts = [[jackknife(lambda c, x=x: float(x[c].mean()), 400, 100) for x in side] for side in runs]
-    apart = difference(*means)
-    together = difference(*means, paired(*parts))
+    gaps = mean_over_seeds([x.mean() - y.mean() for x, y in zip(*runs, strict=True)])
+    apart = difference(replace(gaps, of_samples=sum(x.of_samples for x in means)))
+    together = difference(replace(gaps, of_samples=paired(*parts)))
     assert abs(apart.value) < apart.bound
     assert abs(together.value) > together.bound
     wanted = (np.mean(runs[0], 0) - np.mean(runs[1], 0)).std() / 20
@@ -67,9 +69,9 @@ def test_true_equals_are_told_apart_in_at_most_five_of_a_hundred_cases():
     for _ in range(tries):
         hard, own = gen.normal(size=(1, 1, 60)), gen.normal(size=(2, 3, 60))
         runs = hard + own + 0.2 * gen.normal(size=(2, 3, 1))  # a seed shifts all samples of its run
-        means = [mean_over_seeds(side.mean(1).tolist()) for side in runs]
+        gaps = mean_over_seeds((runs[0] - runs[1]).mean(1).tolist())
         parts = [((side - side.mean(1, keepdims=True)) / math.sqrt(60 * 59)).tolist() for side in runs]
-        gap = difference(*means, paired(*parts))
+        gap = difference(replace(gaps, of_samples=paired(*parts)))
         wrong += abs(gap.value) > gap.bound
     assert wrong / tries < 0.05 + 5 * math.sqrt(0.05 * 0.95 / tries)
 

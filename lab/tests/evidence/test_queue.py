@@ -164,7 +164,15 @@ def test_every_item_says_what_counts_before_it_runs():
             assert isinstance(part, StudyPart) or part.seeds >= 3
 
 
-LONG = ("image", "normalized", "stability", "transfer")  # seconds each, and others are like them
+LONG = (
+    "estimators",
+    "image",
+    "instability",
+    "normalized",
+    "rates",
+    "stability",
+    "transfer",
+)  # seconds each, and others are like them
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x in LONG else x for x in ITEMS])
