@@ -110,3 +110,30 @@ def test_a_stream_with_a_window_may_be_continued_twice_copied_and_reordered():
                     torch.testing.assert_close(go_on(after, t + 1, order)[0], want[order, :, t + 1 : t + 2])
     assert states[80].near.buffers is states[79].near.buffers
     assert copy.deepcopy(states[80]).near is None
+
+
+@pytest.mark.parametrize("window", [1, 70])
+def test_a_bias_of_later_keys_does_not_overflow_a_causal_call(window):
+    attention, (q, k, v) = core().float(), (x.float() for x in inputs(200, 200))
+    table = torch.zeros(H, 399)
+    table[:, 200:] = 120.0  # e^120 is beyond float32, and no causal query sees these keys
+    out = attention(q, k, v, is_causal=True, bias=table, max_distance=window)
+    close_to = attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(out, close_to, rtol=1e-4, atol=1e-5)
+
+
+def test_a_window_wider_than_the_sequence_has_gradients_of_its_bias():
+    attention = kf.build_attention("elu", head_dim=D, num_heads=H, window=40, sinks=2).double()
+    leaves = [x.requires_grad_() for x in inputs(5, 5)]
+    table, index = bias_within(0, 5, 5)
+    bias, same = table.clone().requires_grad_(), table.clone().requires_grad_()
+    out = attention(*leaves, bias=bias, max_distance=0)
+    matrix = same[:, torch.arange(5) - torch.arange(5).unsqueeze(1) + 4]
+    want = reference_attention(attention, *leaves, bias=matrix)
+    torch.testing.assert_close(out, want)
+    for got, wanted in zip(
+        *(torch.autograd.grad(x.square().sum(), [*leaves, y]) for x, y in ((out, bias), (want, same))), strict=True
+    ):
+        if got.shape == bias.shape:
+            got, wanted = folded(got, index), folded(wanted, index)
+        torch.testing.assert_close(got, wanted)

@@ -110,7 +110,8 @@ class Strips:
         self.band = self._band()
         self.inner_table = self.row_logs.new_zeros(s.H, 2)
         if self.inner and self.table is not None:
-            self.inner_table = (self.table - self.row_logs.unsqueeze(1)).clamp_min_(EMPTY)
+            # Above 0 are entries of no far pair alone: of later keys in a causal call, and of near ones.
+            self.inner_table = (self.table - self.row_logs.unsqueeze(1)).clamp_(EMPTY, 0)
         self.side_logs = self.inner_table[:, [0, -1]].T.contiguous()
         self.pair_factors = self.pairs(self.inner_table.exp())
         by_block = self.pair_factors.unflatten(2, (-1, self.size)).movedim(2, 0)
@@ -896,7 +897,7 @@ class Pass:
         for pairs, columns in zip(far, self._columns(weights), strict=True) if st.near else ():
             columns.add_(pairs)
         self.add_windows(dv, torch.bmm(weights.mT, g, out=work.take("dw", *values.shape)), sinks[1])
-        if t is not None and st.inner:
+        if t is not None and st.inner and len(far):
             by_head = far.mul_(far_slope).view(len(far), -1, *self.pair_grads.shape[:2], st.size).sum(1)
             self.pair_grads += by_head.movedim(0, 2).flatten(2)
         if t is not None:
